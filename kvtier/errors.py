@@ -1,0 +1,96 @@
+"""Every error that kvtier raises on purpose.
+
+    KVTierError
+    |-- ConfigError            a config, preset, size or path that cannot be used   (also a ValueError)
+    |   `-- BudgetError        a budget below its minimum; prints the sum
+    |-- UnsupportedError       what cannot be honoured, refused by name             (also a ValueError)
+    |   `-- UnsupportedModelError
+    |-- ClosedError            a call on a closed wrapper, cache or store           (also a RuntimeError)
+    |-- AlreadyWrappedError    wrapping a model twice                               (also a RuntimeError)
+    |-- PromptMismatchError    a prompt that does not start with what its cache holds (also a ValueError)
+    |-- FolderInUseError       the nvme folder belongs to another live process
+    |-- CapacityError          no tier has room; the state is as before the step
+    |-- BlockLostError         a block has no readable copy; nothing was served from it
+    |-- StoreError             one read or write of one slot failed                 (also an OSError)
+    |   |-- ChecksumError      bytes read back differ from bytes written
+    |   |-- ShortReadError     fewer bytes came back than were asked for
+    |   `-- NoSpaceError       the tier's medium is full; carries `available_slots`
+    |-- TransferTimeoutError   a transfer passed its deadline                       (also a TimeoutError)
+    `-- IntegrityError         an internal invariant does not hold: a bug in kvtier
+
+Each message names the thing, the value and the mend.
+"""
+
+from __future__ import annotations
+
+
+class KVTierError(Exception):
+    """Base of all of kvtier's errors."""
+
+
+class ConfigError(KVTierError, ValueError):
+    """A config that cannot be used. Nothing was opened or allocated."""
+
+
+class BudgetError(ConfigError):
+    """A budget is below the minimum that the config and model need. The message prints the sum and the mend."""
+
+
+class UnsupportedError(KVTierError, ValueError):
+    """Something that kvtier cannot honour exactly, refused by name. Nothing was computed."""
+
+
+class UnsupportedModelError(UnsupportedError):
+    """A model that kvtier cannot serve exactly. The model is unchanged."""
+
+
+class ClosedError(KVTierError, RuntimeError):
+    """A call on something that was closed."""
+
+
+class AlreadyWrappedError(KVTierError, RuntimeError):
+    """The model is wrapped by a live TieredKV already. Both are unchanged."""
+
+
+class PromptMismatchError(KVTierError, ValueError):
+    """The prompt does not begin with the tokens that its cache holds. The cache is unchanged."""
+
+
+class FolderInUseError(KVTierError):
+    """Another live process owns the nvme folder. Nothing in it was touched."""
+
+
+class CapacityError(KVTierError):
+    """No tier has room for a step's blocks. Every cache is as it was before the step."""
+
+
+class BlockLostError(KVTierError):
+    """A block has no readable copy. The step was aborted; no token was made from it."""
+
+
+class StoreError(KVTierError, OSError):
+    """One read or write of one slot failed. The slot's previous owner must treat it as lost."""
+
+
+class ChecksumError(StoreError):
+    """Bytes read back differ from the bytes written."""
+
+
+class ShortReadError(StoreError):
+    """Fewer bytes came back than were asked for."""
+
+
+class NoSpaceError(StoreError):
+    """The tier's medium is full. `available_slots` slots have backing."""
+
+    def __init__(self, message: str, available_slots: int) -> None:
+        super().__init__(message)
+        self.available_slots = available_slots
+
+
+class TransferTimeoutError(KVTierError, TimeoutError):
+    """A transfer passed its deadline. Its destination is unusable until it ends."""
+
+
+class IntegrityError(KVTierError):
+    """An internal invariant does not hold. This is a bug in kvtier: please report it with the message."""

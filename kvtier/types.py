@@ -1,0 +1,195 @@
+"""The words that every layer of kvtier shares: identifiers, tiers, shapes, moves, and the two policy interfaces.
+
+Pure Python: importable with torch absent. Policies (`policies/`, and users' own) import this module and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol, runtime_checkable
+
+BlockId = NewType("BlockId", int)
+SequenceId = NewType("SequenceId", int)
+Slot = NewType("Slot", int)
+
+
+class Tier(enum.IntEnum):
+    """Where bytes can lie. Smaller is faster."""
+
+    GPU = 0
+    CPU = 1
+    NVME = 2
+
+    @property
+    def label(self) -> str:
+        """The tier's name in configs, `stats()` and messages: `gpu`, `cpu` or `nvme`."""
+        return self.name.lower()
+
+
+class AttentionMode(enum.Enum):
+    """`blockwise` merges partial attention by log-sum-exp; `gathered` assembles one layer and calls the model's own."""
+
+    BLOCKWISE = "blockwise"
+    GATHERED = "gathered"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The bytes of one block: for each of `num_layers` layers, one slice (K `[kv_heads, block_tokens, key_dim]`, then V).
+
+    All sizes are in bytes, dims in elements. Slices lie one after the other, without gaps.
+    """
+
+    num_layers: int
+    kv_heads: int
+    block_tokens: int
+    key_dim: int
+    value_dim: int
+    element_bytes: int
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one slice's K."""
+        return self.kv_heads * self.block_tokens * self.key_dim * self.element_bytes
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one slice's V."""
+        return self.kv_heads * self.block_tokens * self.value_dim * self.element_bytes
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one layer's part of a block, the unit of streaming."""
+        return self.key_bytes + self.value_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block, the unit of residency and disk I/O."""
+        return self.num_layers * self.slice_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers of the group."""
+        return self.num_layers * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one kind on one device, whose blocks live and die together.
+
+    `layers` are the model's layer indices; the position of a layer in this tuple is its slice index in every block.
+    """
+
+    layers: tuple[int, ...]
+    shape: BlockShape
+    device: str
+    dtype: str
+
+
+class MovePurpose(enum.Enum):
+    """Why a move was started; decides what its commit does."""
+
+    DEMOTE = "demote"
+    """Copy down, then evict the source copy."""
+    WRITE_BEHIND = "write_behind"
+    """Copy a sealed block down early; both copies stay."""
+    PROMOTE = "promote"
+    """Copy up; the slower copy stays (the block is then clean) unless its slot is needed."""
+    COPY_TAIL = "copy_tail"
+    """Copy one block's bytes into another block's slot: a forked or reopened tail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One block-sized copy between two slots. `block` is the block that will own the destination slot."""
+
+    move_id: int
+    block: BlockId
+    purpose: MovePurpose
+    source: Tier
+    source_slot: Slot
+    dest: Tier
+    dest_slot: Slot
+
+
+class MoveStatus(enum.Enum):
+    """How a move ended. Every started move is reported exactly once."""
+
+    DONE = "done"
+    FAILED = "failed"
+    """The source could not be read or the destination not written; the destination holds nothing."""
+    NO_SPACE = "no_space"
+    """The destination tier has less room than its pool believed (a full disk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveResult:
+    """The outcome of one move. `error` is a sentence for people, empty when DONE.
+
+    `available_slots` is how many of the destination's slots have backing: meaningful with NO_SPACE only.
+    """
+
+    move: Move
+    status: MoveStatus
+    error: str = ""
+    available_slots: int = 0
+
+
+class Engine(Protocol):
+    """What the tier manager needs of a transfer engine. It never sees a tensor."""
+
+    def start(self, moves: Sequence[Move]) -> None:
+        """Queue moves; returns at once. Order between moves is not promised."""
+        ...
+
+    def finished(self) -> list[MoveResult]:
+        """Results that have arrived since the last call, without waiting."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[MoveResult]:
+        """Wait until at least one result has arrived or `timeout_s` has passed; empty on time-out."""
+        ...
+
+    def in_flight(self) -> int:
+        """How many started moves have not been handed out by `finished` or `wait`."""
+        ...
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """Names the blocks that one tier should give up. One instance per tier; called by one thread at a time.
+
+    It is told what the tier holds and what was read; it never sees tensors or slots, does no I/O and removes nothing.
+    """
+
+    def inserted(self, block: BlockId, sequence: SequenceId, index: int) -> None:
+        """The tier now holds `block`, block number `index` (from 0) of `sequence`. Told once per stay in the tier."""
+        ...
+
+    def touched(self, blocks: Iterable[BlockId]) -> None:
+        """These blocks were read by a step, in this order. Blocks that the tier does not hold must be ignored."""
+        ...
+
+    def removed(self, block: BlockId) -> None:
+        """The tier no longer holds `block`."""
+        ...
+
+    def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
+        """Name up to `num_blocks` blocks to give up, best first; change nothing.
+
+        Args:
+            num_blocks: how many slots are wanted, >= 1.
+            evictable: blocks that may go; every name must be in it and be held by the tier; no name twice.
+        """
+        ...
+
+
+@runtime_checkable
+class PrefetchPolicy(Protocol):
+    """Says which layers' slices may be fetched while a layer computes."""
+
+    def layers_ahead(self, layer: int, num_layers: int) -> Sequence[int]:
+        """Layers (slice indices, nearest first) that may be fetched while `layer` runs; `layer` itself is implied."""
+        ...
