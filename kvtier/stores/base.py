@@ -1,0 +1,74 @@
+"""The interface of a store: the bytes of one tier, by slot. A store knows no block ids and no tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from kvtier.types import BlockShape, Slot, Tier
+
+
+class Store(ABC):
+    """Bytes of one tier in `num_slots` block-sized slots, `0 … num_slots-1`.
+
+    Reads and writes of different slots may run at once on several threads. The caller keeps reads and writes of one
+    slot apart (the residency table does). All tensors passed in are contiguous `uint8` on the host, except that a store
+    whose bytes lie on a device documents otherwise.
+    """
+
+    tier: Tier
+    shape: BlockShape
+    num_slots: int
+    """Slots that the budget has room for. Backing may come later and may turn out smaller (`NoSpaceError`)."""
+
+    @abstractmethod
+    def write(self, slot: Slot, block: torch.Tensor) -> None:
+        """Write a whole block.
+
+        Args:
+            block: `[block_bytes]` uint8.
+
+        Raises:
+            NoSpaceError: no backing for this slot; carries how many slots have backing.
+            StoreError: the write failed or was short. The slot then holds nothing readable.
+            ClosedError: after `close`.
+        """
+
+    @abstractmethod
+    def read(self, slot: Slot, out: torch.Tensor) -> None:
+        """Read a whole block into `out` (`[block_bytes]` uint8), checked where the tier keeps checksums.
+
+        Raises:
+            ChecksumError, ShortReadError, StoreError: `out` then holds garbage and must not be used.
+            ClosedError: after `close`.
+        """
+
+    @abstractmethod
+    def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
+        """Read one slice into `out` (`[slice_bytes]` uint8). `layer` is the slice's index in the block. As `read`."""
+
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes that this store takes from its tier's medium now, as RSS or `du` would count them."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if the store's own bookkeeping contradicts itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the bytes back. Idempotent. Waits for no one: the runtime stops transfers first."""
+
+    def check_slot(self, slot: Slot) -> None:
+        """Raise IndexError for a slot that this store cannot have: a bug in the caller."""
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"{self.tier.label} store: slot {slot} is outside 0 … {self.num_slots - 1}")
+
+    def check_buffer(self, buffer: torch.Tensor, num_bytes: int) -> None:
+        """Raise ValueError unless `buffer` is contiguous uint8 of `num_bytes`."""
+        if buffer.dtype != torch.uint8 or buffer.numel() != num_bytes or not buffer.is_contiguous():
+            raise ValueError(
+                f"{self.tier.label} store: buffer must be {num_bytes} contiguous uint8, "
+                f"got {tuple(buffer.shape)} {buffer.dtype}"
+            )
