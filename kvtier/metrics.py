@@ -1,0 +1,53 @@
+"""Counters. Plain integers and seconds, written by one thread and read by `stats()`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvtier.types import Tier
+
+
+@dataclass(slots=True)
+class SequenceMetrics:
+    """What one sequence cost. Bytes and slices are as read by attention or moved for this sequence alone."""
+
+    slices_read: Counter[Tier] = field(default_factory=Counter)
+    nvme_read_bytes: int = 0
+    """Bytes brought up from the nvme tier for this sequence, streamed or promoted."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, for `cache.stats()`."""
+        return {
+            "nvme_read_bytes": self.nvme_read_bytes,
+            "slices_read": {tier.label: self.slices_read[tier] for tier in Tier},
+        }
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Counters of one runtime since it was built."""
+
+    bytes_moved: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
+    slices_read: Counter[Tier] = field(default_factory=Counter)
+    moves_failed: int = 0
+    steps: int = 0
+    steps_aborted: int = 0
+    tokens: int = 0
+    recomputed_blocks: int = 0
+    stall_s: float = 0.0
+    """Time that attention or a step's start waited for a transfer."""
+    only_copy_peak_blocks: int = 0
+    """The most blocks whose only copy was on the nvme tier."""
+    nvme_sole_reads: int = 0
+    """Slices and blocks read from the nvme tier that lay nowhere else."""
+
+    def hit_frac(self, tier: Tier) -> float:
+        """Share of all slices that attention read from `tier`; 0.0 before the first."""
+        total = sum(self.slices_read.values())
+        return self.slices_read[tier] / total if total else 0.0
+
+    def edges(self, block_bytes_of: int = 1) -> dict[str, int]:
+        """Bytes moved per edge, for every edge that can exist."""
+        pairs = [(a, b) for a in Tier for b in Tier if a is not b]
+        return {f"{a.label}_to_{b.label}": self.bytes_moved[(a, b)] * block_bytes_of for a, b in pairs}
