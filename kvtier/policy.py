@@ -1,0 +1,72 @@
+"""Finding a policy by the name in a config: an entry point of the group `kvtier.policies`, or `module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.types import EvictionPolicy, PrefetchPolicy
+
+GROUP = "kvtier.policies"
+
+
+def load_eviction(name: str, key: str) -> EvictionPolicy:
+    """A new instance of the eviction policy that `name` names. `key` is the config key, for messages.
+
+    Raises:
+        ConfigError: no such policy, it cannot be imported or built, or it is not an eviction policy.
+    """
+    policy = _build(_find(name, key), name, key)
+    if not isinstance(policy, EvictionPolicy):
+        raise ConfigError(f"{key}: {name} is not an eviction policy: it lacks {_missing(policy, EvictionPolicy)}")
+    return policy
+
+
+def load_prefetch(name: str, depth: int, key: str) -> PrefetchPolicy:
+    """A new instance of the prefetch policy that `name` names. Raises as `load_eviction`."""
+    policy = _build(_find(name, key), name, key, depth=depth)
+    if not isinstance(policy, PrefetchPolicy):
+        raise ConfigError(f"{key}: {name} is not a prefetch policy: it lacks {_missing(policy, PrefetchPolicy)}")
+    return policy
+
+
+def _find(name: str, key: str) -> Callable[..., Any]:
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            found: Any = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{key}: {name} cannot be imported: {error}") from error
+        return _callable(found, name, key)
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in known:
+        raise ConfigError(
+            f"{key}: there is no policy {name!r}; known: {', '.join(sorted(known)) or 'none (is kvtier installed?)'}; "
+            "or name your own as module:Class"
+        )
+    try:
+        return _callable(known[name].load(), name, key)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}: {name} cannot be imported: {error}") from error
+
+
+def _callable(found: Any, name: str, key: str) -> Callable[..., Any]:
+    if not inspect.isclass(found):
+        raise ConfigError(f"{key}: {name} is {found!r}, not a class")
+    return found
+
+
+def _build(cls: Callable[..., Any], name: str, key: str, **arguments: Any) -> Any:
+    try:
+        return cls(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {name} cannot be built with {arguments or 'no arguments'}: {error}") from error
+
+
+def _missing(policy: object, protocol: type) -> str:
+    wanted = [name for name in vars(protocol) if not name.startswith("_") and callable(getattr(protocol, name))]
+    return ", ".join(name for name in wanted if not callable(getattr(policy, name, None)))

@@ -1,0 +1,175 @@
+"""Streaming: a fixed ring of buffers that slices are read into ahead of the attention that needs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.errors import BlockLostError, IntegrityError, StoreError, TransferTimeoutError
+from kvtier.metrics import Metrics
+from kvtier.plan import Source
+from kvtier.types import BlockShape, PrefetchPolicy, Slot, Tier
+
+ReadSlice = Callable[[Tier, Slot, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Slices of one layer that have arrived: views of the ring, valid until the next group is asked for.
+
+    `keys` is `[count, kv_heads, block_tokens, key_dim]`, `values` likewise.
+    """
+
+    sources: Sequence[Source]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class SliceRing:
+    """Reads the streamed slices of a step in plan order into `num_slices` fixed buffers.
+
+    The ring is `num_cells` cells of equal size; a cell takes a group of neighbouring slices of one layer, so that
+    attention gets them as rows of one call. A cell is read into again only after the group it held has been used (with CUDA:
+    after an event behind the kernels that used it). Runs ahead as far as cells and the prefetch policy allow.
+    """
+
+    NUM_CELLS = 4
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        num_slices: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        read_slice: ReadSlice,
+        prefetch: PrefetchPolicy,
+        metrics: Metrics,
+        num_threads: int,
+        io_timeout_s: float,
+    ) -> None:
+        if num_slices < 2:
+            raise IntegrityError(f"a ring needs at least 2 slices, got {num_slices}")
+        self.num_cells = min(self.NUM_CELLS, num_slices)
+        self.cell_slices = num_slices // self.num_cells
+        self._shape, self._device = shape, device
+        total = self.num_cells * self.cell_slices
+        self._bytes = torch.empty((total, shape.slice_bytes), dtype=torch.uint8, device=device)
+        heads, tokens = shape.kv_heads, shape.block_tokens
+        self._keys = self._bytes[:, : shape.key_bytes].view(dtype).view(total, heads, tokens, shape.key_dim)
+        self._values = self._bytes[:, shape.key_bytes :].view(dtype).view(total, heads, tokens, shape.value_dim)
+        self._read_slice, self._prefetch, self._metrics = read_slice, prefetch, metrics
+        self._num_threads, self._io_timeout_s = num_threads, io_timeout_s
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-stream")
+        self._reads: dict[int, list[Future[None]]] = {}
+        self._used: dict[int, torch.cuda.Event | None] = {}
+        self._sources: Sequence[Source] = ()
+        self._groups_per_layer = 0
+        self._next_read = self._next_use = 0
+
+    def begin(self, sources: Sequence[Source]) -> None:
+        """Start a step that streams these blocks in every layer; layer 0's first slices are requested at once.
+
+        Raises:
+            TransferTimeoutError: reads of an earlier step still hang.
+        """
+        self.drain()
+        self._sources = sources
+        self._groups_per_layer = -(-len(sources) // self.cell_slices)
+        self._next_read = self._next_use = 0
+        self._used.clear()
+        self._advance(0)
+
+    def groups(self, layer: int) -> Iterator[Group]:
+        """The layer's groups in plan order, each waited for. Layers must be asked for in order, each once.
+
+        Raises:
+            BlockLostError: a slice could not be read.
+            TransferTimeoutError: a read took longer than `io_timeout_s`.
+        """
+        if self._next_use != layer * self._groups_per_layer:
+            raise IntegrityError(f"layer {layer} asks for its slices out of order")
+        for number in range(self._next_use, self._next_use + self._groups_per_layer):
+            self._advance(layer)
+            yield self._arrived(number)
+            self._next_use = number + 1
+            self._used[number % self.num_cells] = self._mark()
+        # What the policy allows behind this layer may go on while the model computes the rest of it.
+        self._advance(layer)
+
+    def _advance(self, layer: int) -> None:
+        num_layers = self._shape.num_layers
+        allowed = {layer, *self._prefetch.layers_ahead(layer, num_layers)}
+        last = min(self._next_use + self.num_cells, num_layers * self._groups_per_layer)
+        while self._next_read < last and self._next_read // self._groups_per_layer in allowed:
+            self._request(self._next_read)
+            self._next_read += 1
+
+    def _members(self, number: int) -> Sequence[Source]:
+        first = number % self._groups_per_layer * self.cell_slices
+        return self._sources[first : first + self.cell_slices]
+
+    def _request(self, number: int) -> None:
+        sources = self._members(number)
+        cell = number % self.num_cells
+        layer, first, used = number // self._groups_per_layer, cell * self.cell_slices, self._used.pop(cell, None)
+        share = -(-len(sources) // self._num_threads)
+        self._reads[number] = [
+            self._pool.submit(self._read, sources[at : at + share], layer, first + at, used)
+            for at in range(0, len(sources), share)
+        ]
+
+    def _read(self, sources: Sequence[Source], layer: int, first: int, used: torch.cuda.Event | None) -> None:
+        if used is not None:
+            used.synchronize()
+        for entry, source in enumerate(sources, first):
+            try:
+                self._read_slice(source.tier, source.slot, layer, self._bytes[entry])
+            except StoreError as error:
+                raise BlockLostError(
+                    f"block {source.index} (layer {layer}) cannot be read from {source.tier.label}: {error}"
+                ) from error
+
+    def _arrived(self, number: int) -> Group:
+        started_s = time.monotonic()
+        reads = self._reads[number]
+        done, late = wait(reads, timeout=self._io_timeout_s)
+        self._metrics.stall_s += time.monotonic() - started_s
+        if late:
+            raise TransferTimeoutError(f"reading slices took longer than io_timeout ({self._io_timeout_s:g} s)")
+        del self._reads[number]
+        for read in done:
+            read.result()
+        sources = self._members(number)
+        first = number % self.num_cells * self.cell_slices
+        view = slice(first, first + len(sources))
+        return Group(sources, self._keys[view], self._values[view])
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def drain(self) -> None:
+        """Drop reads that have not begun and wait for those that run: no buffer or slot is in use afterwards.
+
+        Raises:
+            TransferTimeoutError: a read still hangs; it is waited for again at the next call.
+        """
+        for reads in self._reads.values():
+            for read in reads:
+                read.cancel()
+        _, late = wait([read for reads in self._reads.values() for read in reads], timeout=self._io_timeout_s)
+        if late:
+            raise TransferTimeoutError(f"{len(late)} reads hang for more than io_timeout ({self._io_timeout_s:g} s)")
+        self._reads.clear()
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,262 @@
+"""Builds every part from a config for one layer group, and closes them in order. One runtime a wrapped model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier import system
+from kvtier.budget import GpuBudget, split_gpu_budget
+from kvtier.config import KVTierConfig, NvmeTierConfig
+from kvtier.errors import BudgetError, ClosedError
+from kvtier.executor import StepExecutor, StepLimits
+from kvtier.manager import TierManager
+from kvtier.metrics import Metrics
+from kvtier.placement import Placement, Watermark
+from kvtier.policy import load_eviction, load_prefetch
+from kvtier.ring import SliceRing
+from kvtier.slots import SlotPool
+from kvtier.stores.base import Store
+from kvtier.stores.cpu import CpuStore
+from kvtier.stores.cpu import slot_bytes as cpu_slot_bytes
+from kvtier.stores.gpu import GpuStore
+from kvtier.stores.gpu import slot_bytes as gpu_slot_bytes
+from kvtier.stores.nvme import NvmeStore
+from kvtier.stores.segment import sweep_stale, temporary_folder
+from kvtier.transfer import TransferEngine
+from kvtier.types import AttentionMode, LayerGroup, Tier
+
+logger = logging.getLogger("kvtier")
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for kvtier: `$XDG_CACHE_HOME/kvtier` or `~/.cache/kvtier`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+
+
+class Runtime:
+    """Stores, pools, manager, engine and executor of one layer group.
+
+    `turn` serialises steps: one thread at a time holds it for one forward. Everything below it is single-threaded.
+    """
+
+    def __init__(self, group: LayerGroup, config: KVTierConfig, heads: int) -> None:
+        """Allocate the gpu and cpu tiers and own the nvme folder.
+
+        Args:
+            heads: query heads, for the scratch of attention.
+
+        Raises:
+            ConfigError, BudgetError, FolderInUseError: nothing stays allocated.
+        """
+        self.group, self.config, self.mode = group, config, config.attention
+        self.turn = threading.RLock()
+        self.closed = False
+        self.metrics = Metrics()
+        self._stores: dict[Tier, Store] = {}
+        self._engine: TransferEngine | None = None
+        try:
+            self._build(heads)
+        except BaseException:
+            self._close_stores()
+            raise
+
+    def _build(self, heads: int) -> None:
+        config, group, shape = self.config, self.group, self.group.shape
+        device = torch.device(group.device)
+        # Policies first: they cost nothing, and a misspelt name should not allocate gigabytes.
+        policies = {tier: load_eviction(config.eviction.policy(tier), f"eviction.{tier.label}") for tier in Tier}
+        prefetch = load_prefetch(config.prefetch.policy, config.prefetch.depth, "prefetch.policy")
+        self.gpu_budget = self._gpu_budget(device, heads)
+        self.budgets: dict[Tier, int] = {Tier.GPU: self.gpu_budget.budget_bytes}
+        self._build_lower(device)
+        dtype: torch.dtype = getattr(torch, group.dtype)
+        gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, device)
+        self._stores[Tier.GPU] = gpu
+        self._stores = dict(sorted(self._stores.items()))
+        self._pools = {tier: SlotPool(store.num_slots) for tier, store in self._stores.items()}
+        engine = self._engine = TransferEngine(self._stores, config.io_threads, device)
+        self.placement = Placement(
+            self._pools,
+            {tier: policies[tier] for tier in self._stores},
+            engine,
+            self.metrics,
+            block_bytes=shape.block_bytes,
+            watermarks=self._watermarks(),
+            io_timeout_s=config.io_timeout_s,
+        )
+        self.manager = TierManager(self.placement, shape.block_tokens)
+        ring = None
+        if self.gpu_budget.ring_slices:
+            ring = SliceRing(
+                shape,
+                self.gpu_budget.ring_slices,
+                dtype,
+                device,
+                read_slice=engine.read_slice,
+                prefetch=prefetch,
+                metrics=self.metrics,
+                num_threads=config.io_threads,
+                io_timeout_s=config.io_timeout_s,
+            )
+        budget = self.gpu_budget
+        limits = StepLimits(budget.max_chunk, budget.rows_at_once, budget.gather_bytes)
+        self.executor = StepExecutor(group, self.manager, gpu, ring, self.metrics, self.mode, limits)
+
+    # -- budgets ------------------------------------------------------------------------------------------------------
+
+    def _gpu_budget(self, device: torch.device, heads: int) -> GpuBudget:
+        if device.type == "cuda":
+            free_bytes = torch.cuda.mem_get_info(device)[0]
+        else:
+            free_bytes = max(0, system.memory_limit_bytes() - system.process_memory_bytes())
+        tiers, shape = self.config.tiers, self.group.shape
+        return split_gpu_budget(
+            tiers.gpu.budget.resolve(free_bytes),
+            shape,
+            slot_bytes=gpu_slot_bytes(shape),
+            heads=heads,
+            prefill_chunk=self.config.prefill_chunk,
+            mode=self.mode,
+            streams=any(tiers.budget(tier).amount for tier in (Tier.CPU, Tier.NVME)),
+        )
+
+    def _build_lower(self, device: torch.device) -> None:
+        shape, tiers = self.group.shape, self.config.tiers
+        cpu_bytes = tiers.budget(Tier.CPU).resolve(system.memory_limit_bytes())
+        if tiers.nvme is not None and tiers.nvme.budget.amount:
+            folder = self._nvme_folder(tiers.nvme)
+            nvme_bytes = tiers.nvme.budget.resolve(system.free_disk_bytes(folder))
+            if system.is_memory_backed(system.filesystem_kind(folder)):
+                nvme_bytes = min(nvme_bytes, cpu_bytes // 2)
+                cpu_bytes -= nvme_bytes
+            self.budgets[Tier.NVME] = nvme_bytes
+            self._stores[Tier.NVME] = NvmeStore(shape, nvme_bytes, folder, persistent=tiers.nvme.path is not None)
+        if cpu_bytes:
+            num_slots = cpu_bytes // cpu_slot_bytes(shape)
+            if num_slots < 1:
+                raise BudgetError(
+                    f"tiers.cpu.budget is {cpu_bytes} bytes, its minimum is {cpu_slot_bytes(shape)}: one block of "
+                    f"{shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
+                )
+            self.budgets[Tier.CPU] = cpu_bytes
+            self._stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
+
+    def _nvme_folder(self, nvme: NvmeTierConfig) -> Path:
+        root = nvme.path if nvme.path is not None else cache_folder()
+        kind = system.filesystem_kind(root)
+        if system.is_doubtful(kind):
+            detail = "its bytes count against tiers.cpu.budget" if system.is_memory_backed(kind) else "it may be slow"
+            logger.warning("the nvme folder %s is on a %s file system: %s", root, kind, detail)
+        if nvme.path is not None:
+            return nvme.path
+        if root.is_dir():
+            for stale in sweep_stale(root):
+                logger.info("removed %s, left by a process that died", stale)
+        return temporary_folder(root)
+
+    def _watermarks(self) -> dict[Tier, Watermark]:
+        tiers = self.config.tiers
+        marks = {Tier.GPU: Watermark(tiers.gpu.high, tiers.gpu.low)}
+        if tiers.cpu is not None:
+            marks[Tier.CPU] = Watermark(tiers.cpu.high, tiers.cpu.low)
+        return marks
+
+    # -- what users see -----------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise ClosedError after `close`."""
+        if self.closed:
+            raise ClosedError("this TieredKV was closed: wrap the model again")
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values; see docs/stats.md for each field. Commits what has arrived first."""
+        with self.turn:
+            self.check_open()
+            self.manager.poll()
+            metrics = self.metrics
+            return {
+                "attention": self.mode.value,
+                "block_tokens": self.group.shape.block_tokens,
+                "block_bytes": self.group.shape.block_bytes,
+                "prefill_chunk": self.config.prefill_chunk,
+                "max_chunk": self.executor.limits.max_chunk,
+                "tiers": {tier.label: self._tier_stats(tier) for tier in Tier},
+                "bytes_moved": metrics.edges(),
+                "blocks": self.manager.residency_len,
+                "sequences": len(self.manager.tables),
+                "steps": metrics.steps,
+                "steps_aborted": metrics.steps_aborted,
+                "tokens": metrics.tokens,
+                "moves_failed": metrics.moves_failed,
+                "moves_in_flight": len(self.placement.moves),
+                "nvme_sole_reads": metrics.nvme_sole_reads,
+                "recomputed_blocks": metrics.recomputed_blocks,
+                "stall_s": metrics.stall_s,
+            }
+
+    def _tier_stats(self, tier: Tier) -> dict[str, Any]:
+        store, pool = self._stores.get(tier), self._pools.get(tier)
+        if store is None or pool is None:
+            return {"budget_bytes": 0, "used_bytes": 0, "peak_bytes": 0, "ceiling_bytes": 0, "num_slots": 0,
+                    "used_slots": 0, "hit_frac": 0.0, "slices_read": 0, **self._only_copies(tier)}  # fmt: skip
+        fixed = self.gpu_budget.fixed_bytes if tier is Tier.GPU else 0
+        slot_bytes = {Tier.GPU: gpu_slot_bytes, Tier.CPU: cpu_slot_bytes}.get(tier)
+        if slot_bytes is None:  # segments are never given back before close, so now is the peak
+            used = peak = store.used_bytes()
+        else:
+            each = slot_bytes(self.group.shape)
+            used, peak = fixed + pool.num_used * each, fixed + pool.peak_used * each
+        stats: dict[str, Any] = {
+            "budget_bytes": self.budgets[tier],
+            "used_bytes": used,
+            "peak_bytes": peak,
+            "ceiling_bytes": store.ceiling_bytes() if isinstance(store, NvmeStore) else self.budgets[tier],
+            "num_slots": pool.ceiling,
+            "used_slots": pool.num_used,
+            "hit_frac": self.metrics.hit_frac(tier),
+            "slices_read": self.metrics.slices_read[tier],
+        }
+        if isinstance(store, NvmeStore):
+            stats["folder"] = str(store.folder)
+        return {**stats, **self._only_copies(tier)}
+
+    def _only_copies(self, tier: Tier) -> dict[str, int]:
+        if tier is not Tier.NVME:
+            return {}
+        each = self.group.shape.block_bytes
+        return {
+            "only_copy_bytes": self.placement.residency.num_only_nvme * each,
+            "only_copy_peak_bytes": self.metrics.only_copy_peak_blocks * each,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if any part contradicts itself or another. O(blocks)."""
+        with self.turn:
+            self.check_open()
+            self.manager.check_integrity()
+            for store in self._stores.values():
+                store.check_integrity()
+
+    def close(self) -> None:
+        """Stop threads, then give memory, files and folder back. Idempotent."""
+        with self.turn:
+            if self.closed:
+                return
+            self.closed = True
+            self.executor.close()
+            self._close_stores()
+
+    def _close_stores(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        for store in self._stores.values():
+            store.close()
+
+
+__all__ = ["AttentionMode", "Runtime", "cache_folder"]

@@ -1,0 +1,134 @@
+"""How bytes move between stores, and on which thread or CUDA stream. Knows no policies and no residency."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from kvtier.errors import ClosedError, NoSpaceError
+from kvtier.stores.base import Store
+from kvtier.stores.cpu import CpuStore
+from kvtier.stores.gpu import GpuStore
+from kvtier.types import Move, MoveResult, MoveStatus, Slot, Tier
+
+
+class TransferEngine:
+    """Copies whole blocks between stores on threads; every started move is reported exactly once.
+
+    Threads suffice because the copies, `pwrite` and checksums release the GIL. With CUDA each copy runs on a CUDA
+    stream of its own that waits for the kernels queued when the move was started (the producer of the data, and the
+    last reader of the destination), and is synchronised before the move is reported.
+    """
+
+    def __init__(self, stores: Mapping[Tier, Store], num_threads: int, device: torch.device) -> None:
+        self._stores = dict(stores)
+        self._device = device
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-move")
+        self._results: queue.SimpleQueue[MoveResult] = queue.SimpleQueue()
+        self._in_flight = 0
+        self._closed = False
+
+    def start(self, moves: Sequence[Move]) -> None:
+        """Queue moves; returns at once."""
+        if self._closed:
+            raise ClosedError("the transfer engine is closed")
+        ready = self._mark()
+        for move in moves:
+            self._in_flight += 1
+            self._pool.submit(self._run, move, ready)
+
+    def finished(self) -> list[MoveResult]:
+        """Results since the last call, without waiting."""
+        results: list[MoveResult] = []
+        while True:
+            try:
+                results.append(self._results.get_nowait())
+            except queue.Empty:
+                self._in_flight -= len(results)
+                return results
+
+    def wait(self, timeout_s: float) -> list[MoveResult]:
+        """At least one result, or none after `timeout_s`."""
+        if self._in_flight == 0:
+            return []
+        try:
+            first = self._results.get(timeout=timeout_s)
+        except queue.Empty:
+            return []
+        self._in_flight -= 1
+        return [first, *self.finished()]
+
+    def in_flight(self) -> int:
+        """Started moves whose result has not been handed out."""
+        return self._in_flight
+
+    def close(self) -> None:
+        """Stop taking moves, drop those not begun, wait for those that run."""
+        self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # -- threads ----------------------------------------------------------------------------------------------------
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _run(self, move: Move, ready: torch.cuda.Event | None) -> None:
+        try:
+            if ready is None:
+                self._copy(move)
+            else:
+                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
+                with torch.cuda.stream(stream):
+                    stream.wait_event(ready)
+                    self._copy(move)
+                stream.synchronize()
+            result = MoveResult(move, MoveStatus.DONE)
+        except NoSpaceError as error:
+            result = MoveResult(move, MoveStatus.NO_SPACE, str(error), error.available_slots)
+        except BaseException as error:  # whatever it is, the move must be reported: an unreported one is a hang
+            result = MoveResult(move, MoveStatus.FAILED, f"{type(error).__name__}: {error}")
+        self._results.put(result)
+
+    def _copy(self, move: Move) -> None:
+        source, dest = self._stores[move.source], self._stores[move.dest]
+        if isinstance(source, GpuStore | CpuStore):
+            block = source.block(move.source_slot)
+            if block.is_cuda and not isinstance(dest, GpuStore | CpuStore):
+                block = block.cpu()  # files are written from host memory
+            dest.write(move.dest_slot, block)
+        elif isinstance(dest, GpuStore | CpuStore) and not dest.block(move.dest_slot).is_cuda:
+            source.read(move.source_slot, dest.block(move.dest_slot))
+        else:
+            staging = torch.empty(source.shape.block_bytes, dtype=torch.uint8)
+            source.read(move.source_slot, staging)
+            dest.write(move.dest_slot, staging)
+
+    def read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
+        """Stream one slice to the compute device, on the calling thread; `out` is ready when this returns.
+
+        Args:
+            out: `[slice_bytes]` uint8 on the compute device.
+
+        Raises:
+            StoreError: as the store's `read_slice`; `out` holds garbage.
+        """
+        store = self._stores[tier]
+        if not out.is_cuda:
+            store.read_slice(slot, layer, out)
+            return
+        if isinstance(store, CpuStore):
+            staging = store.slice(slot, layer)
+        else:
+            staging = torch.empty(store.shape.slice_bytes, dtype=torch.uint8)
+            store.read_slice(slot, layer, staging)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
+        with torch.cuda.stream(stream):
+            out.copy_(staging, non_blocking=True)
+        stream.synchronize()
