@@ -27,7 +27,7 @@ class Partial:
 
 
 def pack(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """`[1, heads, q, dim]` as `[1, kv_heads, heads // kv_heads * q, dim]`: each kv head is then read once for its group.
+    """`[1, heads, q, dim]` as `[1, kv_heads, heads // kv_heads * q, dim]`: a kv head is then read once for its group.
 
     A view where the memory allows it. Valid for unmasked attention only: rows lose their order in time.
     """

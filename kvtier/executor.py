@@ -89,8 +89,8 @@ class StepExecutor:
         if needed > self.limits.gather_bytes:
             raise BudgetError(
                 f"attention: gathered assembles one layer: {num_tokens} tokens x {shape.kv_heads} kv heads x "
-                f"({shape.key_dim} + {shape.value_dim}) x {shape.element_bytes} bytes = {needed} bytes, and the gpu budget "
-                f"leaves room for {self.limits.gather_bytes}; raise tiers.gpu.budget or use attention: blockwise"
+                f"({shape.key_dim} + {shape.value_dim}) x {shape.element_bytes} bytes = {needed} bytes, and the gpu "
+                f"budget leaves room for {self.limits.gather_bytes}; raise tiers.gpu.budget or use attention: blockwise"
             )
 
     def commit(self, opened: OpenStep, token_ids: Sequence[int] | None) -> None:
@@ -154,8 +154,8 @@ class OpenStep:
         dtype = store.keys[position].dtype
         if (tuple(keys.shape), tuple(values.shape)) != wanted or keys.dtype != dtype or values.dtype != dtype:
             raise UnsupportedError(
-                f"layer {layer} appended K {tuple(keys.shape)} {keys.dtype} and V {tuple(values.shape)} {values.dtype}; "
-                f"the wrapped model's config says K {wanted[0]} and V {wanted[1]} in {dtype}"
+                f"layer {layer} appended K {tuple(keys.shape)} {keys.dtype} and V {tuple(values.shape)} "
+                f"{values.dtype}; the wrapped model's config says K {wanted[0]} and V {wanted[1]} in {dtype}"
             )
         if keys.requires_grad or values.requires_grad:
             raise UnsupportedError("keys that require grad cannot be cached exactly: call under torch.no_grad()")

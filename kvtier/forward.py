@@ -47,8 +47,13 @@ class _SplitForward:
     """One call of the wrapped forward."""
 
     def __init__(
-        self, original: Callable[..., Any], runtime: Runtime, cache: TieredCache, arguments: dict[str, Any], keeps_logits: bool
-    ) -> None:  # fmt: skip
+        self,
+        original: Callable[..., Any],
+        runtime: Runtime,
+        cache: TieredCache,
+        arguments: dict[str, Any],
+        keeps_logits: bool,
+    ) -> None:
         self._original, self._runtime, self._cache, self._arguments = original, runtime, cache, arguments
         self._table = cache.state.table
         self._num_new = self._check()
@@ -97,7 +102,7 @@ class _SplitForward:
             raise UnsupportedError(f"a {kind} attention_mask is not supported: pass a 2D mask of ones, or none")
         if mask.shape[1] != total:
             raise UnsupportedError(
-                f"attention_mask covers {mask.shape[1]} tokens, cache and new tokens are {total}: pass a mask of all of them"
+                f"attention_mask covers {mask.shape[1]} tokens, cache and new tokens are {total}: pass one of all"
             )
         if not bool(mask.all()):
             raise UnsupportedError(
@@ -135,8 +140,8 @@ class _SplitForward:
         size = min(wanted, self._runtime.executor.chunk(self._table))
         if size < wanted and self._runtime.mode is AttentionMode.GATHERED:
             raise BudgetError(
-                f"attention: gathered promises the bits of prefill_chunk {self._runtime.config.prefill_chunk}, and the gpu "
-                f"budget has room for {size} new tokens: raise tiers.gpu.budget or lower prefill_chunk"
+                f"attention: gathered promises the bits of prefill_chunk {self._runtime.config.prefill_chunk}, and the "
+                f"gpu budget has room for {size} new tokens: raise tiers.gpu.budget or lower prefill_chunk"
             )
         return size
 
@@ -171,9 +176,7 @@ class _SplitForward:
             elif name == "attention_mask" and value is not None:
                 arguments[name] = value[:, : held + start + size]
             elif isinstance(value, torch.Tensor) and name != "logits_to_keep":
-                raise UnsupportedError(
-                    f"{name} cannot be split into chunks: pass at most prefill_chunk new tokens with it"
-                )
+                raise UnsupportedError(f"{name} cannot be split into chunks: pass at most prefill_chunk tokens with it")
         arguments["return_dict"] = True
         if self._keeps_logits:
             if self._keep is None:
@@ -201,8 +204,8 @@ class _SplitForward:
 def check_prompt(cache: TieredCache, input_ids: torch.Tensor, mask_length: int | None) -> None:
     """Raise unless the prompt continues what the cache holds.
 
-    `generate` cuts `get_seq_length()` tokens off a prompt without looking at them, so another conversation's prompt would
-    silently be answered from this cache's KV.
+    `generate` cuts `get_seq_length()` tokens off a prompt without looking at them, so another conversation's prompt
+    would silently be answered from this cache's KV.
 
     Args:
         input_ids: `[1, length]`: the whole transcript, or new tokens only when `mask_length` says so.
@@ -216,13 +219,13 @@ def check_prompt(cache: TieredCache, input_ids: torch.Tensor, mask_length: int |
         return
     if input_ids.shape[1] <= held:
         raise PromptMismatchError(
-            f"the cache holds {held} tokens, the prompt has {input_ids.shape[1]}: pass the whole transcript with new tokens "
-            "at its end, or crop the cache first"
+            f"the cache holds {held} tokens, the prompt has {input_ids.shape[1]}: pass the whole transcript with new "
+            "tokens at its end, or crop the cache first"
         )
     ids = input_ids[0, :held].tolist()
     where = cache.state.table.first_difference(ids)
     if where is not None:
         raise PromptMismatchError(
-            f"the prompt departs from the cache's {held} tokens at token {where}: it belongs to another conversation, or was "
-            f"edited; use a new cache, or cache.crop({where - held})"
+            f"the prompt departs from the cache's {held} tokens at token {where}: it is another conversation's, or "
+            f"was edited; use a new cache, or cache.crop({where - held})"
         )

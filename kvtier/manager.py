@@ -83,7 +83,7 @@ class TierManager:
         self._rebuild_running()
 
     def enter(self, table: BlockTable) -> None:
-        """The sequence runs until as many `leave`s: its blocks are the last to be demoted and the first to come back."""
+        """The sequence runs until as many `leave`s: its blocks are demoted last and come back first."""
         self._running[table.sequence] = self._running.get(table.sequence, 0) + 1
         self._rebuild_running()
 
@@ -154,8 +154,8 @@ class TierManager:
         wanted = num_new_blocks + copies_tail + promotes_tail
         if wanted > pool.ceiling:
             raise CapacityError(
-                f"{num_new} new tokens need {wanted} gpu slots, the gpu tier has {pool.ceiling}: raise tiers.gpu.budget "
-                "or lower prefill_chunk"
+                f"{num_new} new tokens need {wanted} gpu slots, the gpu tier has {pool.ceiling}: raise "
+                "tiers.gpu.budget or lower prefill_chunk"
             )
         pinned: list[BlockId] = []
         created: list[BlockId] = []

@@ -12,7 +12,7 @@ import torch
 from kvtier.config import KVTierConfig, load_config
 from kvtier.errors import AlreadyWrappedError, UnsupportedError
 from kvtier.forward import check_prompt, wrap
-from kvtier.hf import Patch, TieredCache, cache_keyword, describe
+from kvtier.hf import Patch, TieredCache, cache_keyword, describe, num_heads
 from kvtier.runtime import Runtime
 
 # generate() modes whose caches are reordered, cropped or fed by another model: exact in a later version.
@@ -31,8 +31,8 @@ _MODES_LATER = {
 class TieredKV:
     """A causal language model whose KV cache lies on GPU memory, host memory and NVMe files.
 
-    `generate` and calls give the tokens that the model gives with everything on the GPU. While wrapped, the model called
-    directly behaves bit-identically to before; after `close` nothing of kvtier is left on it.
+    `generate` and calls give the tokens that the model gives with everything on the GPU. While wrapped, the model
+    called directly behaves bit-identically to before; after `close` nothing of kvtier is left on it.
 
     Threads: calls on one wrapper are serialised step by step.
 
@@ -52,15 +52,14 @@ class TieredKV:
         if hasattr(getattr(model, "forward", None), "__kvtier__"):
             raise AlreadyWrappedError("this model is wrapped by a live TieredKV: close() that one first, or use it")
         group = describe(model, loaded.block_tokens)
-        heads = model.config.get_text_config(decoder=True).num_attention_heads
         self.model = model
-        self._runtime = Runtime(group, loaded, heads)
+        self._runtime = Runtime(group, loaded, num_heads(model))
         try:
             self._patch = Patch.apply(model)
         except BaseException:
             self._runtime.close()
             raise
-        # An instance attribute hides the class's method; if one is there already (device hooks), it comes back on close.
+        # An instance attribute hides the class's method; one that is there already (device hooks) comes back on close.
         self._own_forward = vars(model).get("forward")
         self._keyword = cache_keyword(model.forward)
         wrapped = wrap(model.forward, self._runtime)
@@ -155,7 +154,7 @@ class TieredKV:
         """Raise IntegrityError if kvtier's own bookkeeping contradicts itself. O(blocks)."""
         self._runtime.check_integrity()
 
-    # -- the end --------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free every tier and leave the model as it was before wrapping. Idempotent."""

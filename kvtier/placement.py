@@ -170,8 +170,8 @@ class Placement:
             self._commit(result)
         if not results:
             raise TransferTimeoutError(
-                f"no transfer ended within {self.io_timeout_s:g} s ({len(self.moves)} in flight): the nvme device hangs or is "
-                "overloaded; raise io_timeout or check the disk"
+                f"no transfer ended within {self.io_timeout_s:g} s ({len(self.moves)} in flight): the disk hangs "
+                "or is overloaded; raise io_timeout_s or check it"
             )
 
     def settle(self, block: BlockId) -> None:

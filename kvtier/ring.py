@@ -33,8 +33,8 @@ class SliceRing:
     """Reads the streamed slices of a step in plan order into `num_slices` fixed buffers.
 
     The ring is `num_cells` cells of equal size; a cell takes a group of neighbouring slices of one layer, so that
-    attention gets them as rows of one call. A cell is read into again only after the group it held has been used (with CUDA:
-    after an event behind the kernels that used it). Runs ahead as far as cells and the prefetch policy allow.
+    attention gets them as rows of one call. A cell is read into again only after the group it held has been used (with
+    CUDA: after an event behind the kernels that used it). Runs ahead as far as cells and the prefetch policy allow.
     """
 
     NUM_CELLS = 4
@@ -140,7 +140,7 @@ class SliceRing:
         done, late = wait(reads, timeout=self._io_timeout_s)
         self._metrics.stall_s += time.monotonic() - started_s
         if late:
-            raise TransferTimeoutError(f"reading slices took longer than io_timeout ({self._io_timeout_s:g} s)")
+            raise TransferTimeoutError(f"reading slices took longer than io_timeout_s ({self._io_timeout_s:g} s)")
         del self._reads[number]
         for read in done:
             read.result()
@@ -167,7 +167,7 @@ class SliceRing:
                 read.cancel()
         _, late = wait([read for reads in self._reads.values() for read in reads], timeout=self._io_timeout_s)
         if late:
-            raise TransferTimeoutError(f"{len(late)} reads hang for more than io_timeout ({self._io_timeout_s:g} s)")
+            raise TransferTimeoutError(f"{len(late)} reads hang for more than io_timeout_s ({self._io_timeout_s:g} s)")
         self._reads.clear()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from kvtier.stores.gpu import slot_bytes as gpu_slot_bytes
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.segment import sweep_stale, temporary_folder
 from kvtier.transfer import TransferEngine
-from kvtier.types import AttentionMode, LayerGroup, Tier
+from kvtier.types import LayerGroup, Tier
 
 logger = logging.getLogger("kvtier")
 
@@ -148,13 +148,13 @@ class Runtime:
             self._stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
 
     def _nvme_folder(self, nvme: NvmeTierConfig) -> Path:
-        root = nvme.path if nvme.path is not None else cache_folder()
+        root = nvme.path if nvme.path is not None else cache_folder() / "runs"
         kind = system.filesystem_kind(root)
         if system.is_doubtful(kind):
             detail = "its bytes count against tiers.cpu.budget" if system.is_memory_backed(kind) else "it may be slow"
             logger.warning("the nvme folder %s is on a %s file system: %s", root, kind, detail)
         if nvme.path is not None:
-            return nvme.path
+            return nvme.path / "kv"  # beside whatever else the user keeps there; all in it is ours
         if root.is_dir():
             for stale in sweep_stale(root):
                 logger.info("removed %s, left by a process that died", stale)
@@ -257,6 +257,3 @@ class Runtime:
             self._engine.close()
         for store in self._stores.values():
             store.close()
-
-
-__all__ = ["AttentionMode", "Runtime", "cache_folder"]

@@ -37,7 +37,9 @@ class AttentionMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """The bytes of one block: for each of `num_layers` layers, one slice (K `[kv_heads, block_tokens, key_dim]`, then V).
+    """The bytes of one block: for each of `num_layers` layers, one slice (its K, then its V).
+
+    K is `[kv_heads, block_tokens, key_dim]`, V `[kv_heads, block_tokens, value_dim]`.
 
     All sizes are in bytes, dims in elements. Slices lie one after the other, without gaps.
     """
@@ -103,7 +105,7 @@ class MovePurpose(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One block-sized copy between two slots. `block` is the block that will own the destination slot."""
+    """One block-sized copy of `block` between two slots. With COPY_TAIL another block will own the destination."""
 
     move_id: int
     block: BlockId

@@ -1,0 +1,13 @@
+"""The Hugging Face contract. The only package of kvtier that imports transformers; features are detected by signature.
+
+`describe` says whether and how a model can be served, `attention` takes its attention and masks over, `cache` is the
+Cache object that `generate` sees.
+"""
+
+from __future__ import annotations
+
+from kvtier.hf.attention import Patch, current_step
+from kvtier.hf.cache import TieredCache
+from kvtier.hf.describe import VERIFIED_FAMILIES, cache_keyword, describe, num_heads
+
+__all__ = ["VERIFIED_FAMILIES", "Patch", "TieredCache", "cache_keyword", "current_step", "describe", "num_heads"]

@@ -1,0 +1,122 @@
+"""The attention and mask functions that transformers calls by name, and setting a model to them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvtier.errors import UnsupportedError, UnsupportedModelError
+from kvtier.executor import OpenStep
+from kvtier.hf.describe import NAME
+from kvtier.types import AttentionMode
+
+current_step: ContextVar[OpenStep | None] = ContextVar("kvtier_current_step", default=None)
+"""The open step of this thread or task, set around one inner forward; attention finds its layer's KV through it."""
+
+# Keywords that reach an attention function without changing what it computes.
+_NEUTRAL = frozenset(
+    {
+        "cache_position",
+        "is_causal",
+        "logits_to_keep",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "scaling",
+        "use_cache",
+    }
+)
+
+_originals: dict[int, str] = {}
+"""By id of a wrapped model's config (kept alive by its Patch): the attention implementation it had."""
+
+
+def _original_attention(module: Any) -> Callable[..., Any]:
+    # Eager functions are not registered: each modeling file has its own beside its attention classes.
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", _no_eager)
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(_originals[id(module.config)], eager)
+    return found
+
+
+def _no_eager(module: Any, *_: Any, **__: Any) -> Any:
+    raise UnsupportedError(f"{type(module).__name__} has no eager attention: load it with attn_implementation='sdpa'")
+
+
+def attention_function(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> Any:
+    """transformers' attention interface: tiered inside a step, the model's own function outside of one."""
+    opened = current_step.get()
+    if opened is None:
+        return _original_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    _check_keywords(kwargs)
+    if opened.mode is AttentionMode.GATHERED:
+        keys, values = opened.gather(module.layer_idx, key, value)
+        return _original_attention(module)(module, query, keys, values, attention_mask, **kwargs)
+    if attention_mask is not None:
+        raise UnsupportedError("a prepared attention mask reached a tiered layer: only plain causal masks work")
+    scaling = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return opened.attend(module.layer_idx, query, key, value, scale), None
+
+
+def _check_keywords(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("is_causal") is False:
+        raise UnsupportedError("is_causal=False cannot be honoured by a cache")
+    if kwargs.get("dropout"):
+        raise UnsupportedError(f"attention dropout {kwargs['dropout']} cannot be honoured exactly: call model.eval()")
+    for name, value in kwargs.items():
+        if name not in _NEUTRAL and name != "dropout" and value is not None and value is not False:
+            raise UnsupportedError(f"the attention keyword {name}={value!r:.60} cannot be honoured on tiered layers")
+
+
+def mask_function(**kwargs: Any) -> Any:
+    """transformers' mask interface: the model's own mask, or none for a blockwise step (causal by construction)."""
+    opened = current_step.get()
+    if opened is not None and kwargs.get("mask_function") is not causal_mask_function:
+        raise UnsupportedError("the model asks for a mask that is not plain causal on a tiered layer")
+    if opened is not None and opened.mode is AttentionMode.BLOCKWISE:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[_originals[id(kwargs.get("config"))]](**kwargs)
+
+
+@dataclass
+class Patch:
+    """The model's attention set to ours; `remove` puts back what was there."""
+
+    model: PreTrainedModel
+    original: str
+    configs: list[Any]
+
+    @staticmethod
+    def apply(model: PreTrainedModel) -> Patch:
+        """Raises UnsupportedModelError, with the model unchanged, if transformers would not take it."""
+        AttentionInterface.register(NAME, attention_function)
+        # Under the same name, or transformers builds no mask for it and padding is silently lost.
+        AttentionMaskInterface.register(NAME, mask_function)
+        original = model.config._attn_implementation
+        configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+        patch = Patch(model, original, configs)
+        for config in configs:
+            _originals[id(config)] = original
+        model.set_attn_implementation(NAME)
+        # It only warns when it cannot: an unpatched layer would ignore all KV before this step.
+        if any(getattr(config, "_attn_implementation", NAME) != NAME for config in configs):
+            patch.remove()
+            raise UnsupportedModelError(f"{type(model).__name__} does not use transformers' AttentionInterface")
+        return patch
+
+    def remove(self) -> None:
+        """Put the model's own attention back. Idempotent."""
+        self.model.set_attn_implementation(self.original)
+        for config in self.configs:
+            _originals.pop(id(config), None)
