@@ -1,0 +1,136 @@
+"""A store that fails on purpose, around one that does not."""
+
+from __future__ import annotations
+
+import enum
+import errno
+import random
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvtier.errors import ChecksumError, NoSpaceError, ShortReadError, StoreError
+from kvtier.stores.base import Store
+from kvtier.types import Slot
+
+
+class Fault(enum.Enum):
+    """What can go wrong in one call. The first three spoil reads, NO_SPACE writes, EIO and DELAY both."""
+
+    BIT_FLIP = "bit_flip"
+    """One bit of the result is wrong, and the store's checksum sees it: ChecksumError."""
+    SILENT_BIT_FLIP = "silent_bit_flip"
+    """One bit of the result is wrong and nobody says so: for testing that a verifier notices wrong tokens."""
+    SHORT_READ = "short_read"
+    """Half of the result is there: ShortReadError."""
+    EIO = "eio"
+    """StoreError with errno EIO. After a write, the slot holds nothing readable."""
+    DELAY = "delay"
+    """The call takes `delay_s` longer and then succeeds."""
+    NO_SPACE = "no_space"
+    """NoSpaceError; slots below this one have backing. The slot holds nothing readable."""
+
+
+_OF_READS = (Fault.BIT_FLIP, Fault.SILENT_BIT_FLIP, Fault.SHORT_READ, Fault.EIO, Fault.DELAY)
+_OF_WRITES = (Fault.EIO, Fault.NO_SPACE, Fault.DELAY)
+
+
+class FaultyStore(Store):
+    """Passes every call to `inner` and spoils some: at given rates, or at given calls. Extras (`keys`, …) pass through.
+
+    Attributes:
+        num_calls: reads, slice reads and writes so far; the next call has this index.
+        injected: faults injected so far, as `(call index, fault)`.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        seed: int,
+        rates: Mapping[Fault, float] | None = None,
+        at_calls: Mapping[int, Fault] | None = None,
+        delay_s: float = 0.01,
+    ) -> None:
+        """`rates`: chance per call that a fault can spoil. `at_calls`: by call index from 0, reads and writes alike."""
+        self.inner = inner
+        self.tier = inner.tier
+        self.shape = inner.shape
+        self.num_slots = inner.num_slots
+        self.rates = dict(rates or {})
+        self.at_calls = dict(at_calls or {})
+        self.delay_s = delay_s
+        self.num_calls = 0
+        self.injected: list[tuple[int, Fault]] = []
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._lost: set[int] = set()  # slots whose last write was spoilt
+
+    def write(self, slot: Slot, block: torch.Tensor) -> None:
+        faults = self._next_faults(_OF_WRITES)
+        if Fault.EIO in faults:
+            self._lost.add(slot)
+            raise StoreError(errno.EIO, f"fake: writing slot {slot} failed")
+        if Fault.NO_SPACE in faults:
+            self._lost.add(slot)
+            raise NoSpaceError(f"fake: no space for slot {slot}", available_slots=slot)
+        self.inner.write(slot, block)
+        self._lost.discard(slot)
+
+    def read(self, slot: Slot, out: torch.Tensor) -> None:
+        faults = self._next_faults(_OF_READS)
+        self._check_readable(slot)
+        self.inner.read(slot, out)
+        self._spoil(faults, slot, out)
+
+    def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
+        faults = self._next_faults(_OF_READS)
+        self._check_readable(slot)
+        self.inner.read_slice(slot, layer, out)
+        self._spoil(faults, slot, out)
+
+    def used_bytes(self) -> int:
+        return self.inner.used_bytes()
+
+    def check_integrity(self) -> None:
+        self.inner.check_integrity()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not set yet: no endless recursion
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def _next_faults(self, possible: tuple[Fault, ...]) -> set[Fault]:
+        with self._lock:
+            index = self.num_calls
+            self.num_calls += 1
+            faults = {fault for fault in possible if self._random.random() < self.rates.get(fault, 0.0)}
+            if self.at_calls.get(index) in possible:
+                faults.add(self.at_calls[index])
+            self.injected += [(index, fault) for fault in possible if fault in faults]
+        if Fault.DELAY in faults:
+            time.sleep(self.delay_s)
+        return faults
+
+    def _check_readable(self, slot: Slot) -> None:
+        if slot in self._lost:
+            raise StoreError(errno.EIO, f"fake: slot {slot} holds nothing readable since a write failed")
+
+    def _spoil(self, faults: set[Fault], slot: Slot, out: torch.Tensor) -> None:
+        if Fault.EIO in faults:
+            out.fill_(0xEE)
+            raise StoreError(errno.EIO, f"fake: reading slot {slot} failed")
+        if Fault.SHORT_READ in faults:
+            out[out.numel() // 2 :].fill_(0xEE)
+            raise ShortReadError(f"fake: slot {slot} gave {out.numel() // 2} of {out.numel()} bytes")
+        if faults & {Fault.BIT_FLIP, Fault.SILENT_BIT_FLIP}:
+            with self._lock:
+                bit = self._random.randrange(out.numel() * 8)
+            out[bit // 8] ^= 1 << bit % 8
+        if Fault.BIT_FLIP in faults:
+            raise ChecksumError(f"fake: slot {slot} has a flipped bit")

@@ -1,0 +1,244 @@
+"""kvtier's own stores, and the fakes, against the suite that is shipped to store authors."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.errors import ChecksumError, IntegrityError, NoSpaceError, ShortReadError, StoreError
+from kvtier.stores.base import Store
+from kvtier.stores.cpu import CpuStore
+from kvtier.stores.gpu import GpuStore
+from kvtier.stores.null import NullStore
+from kvtier.stores.nvme import NvmeStore, min_budget_bytes
+from kvtier.testing import FakeEngine, Fault, FaultyStore, StoreContract
+from kvtier.testing.stores import SHAPES, random_block, read
+from kvtier.types import BlockId, BlockShape, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
+
+DTYPES = {2: torch.float16, 4: torch.float32}
+
+
+class TestGpuStore(StoreContract):
+    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
+        return GpuStore(shape, num_slots, DTYPES[shape.element_bytes], torch.device("cpu"))
+
+
+class TestCpuStore(StoreContract):
+    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
+        return CpuStore(shape, num_slots, pin=False)
+
+
+class TestNvmeStore(StoreContract):
+    refuses_never_written = True
+
+    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
+        budget_bytes = min_budget_bytes(shape) * (num_slots + 1)
+        return NvmeStore(shape, budget_bytes, tmp_path / "kv", persistent=False, reserve_free_frac=0.0)
+
+
+class TestPersistentNvmeStoreOfSmallSegments(StoreContract):
+    refuses_never_written = True
+
+    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
+        budget_bytes = min_budget_bytes(shape) * (num_slots + 1)
+        return NvmeStore(shape, budget_bytes, tmp_path / "kv", True, segment_bytes_max=1, reserve_free_frac=0.0)
+
+
+class TestNullStore(StoreContract):
+    refuses_never_written = True
+
+    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
+        return NullStore(shape, num_slots, Tier.NVME)
+
+
+class TestFaultyStoreWithoutFaults(StoreContract):
+    refuses_never_written = True
+
+    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
+        return FaultyStore(NullStore(shape, num_slots, Tier.CPU), seed=1)
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_gpu_views_are_the_blocks_bytes(name: str) -> None:
+    shape = SHAPES[name]
+    dtype = DTYPES[shape.element_bytes]
+    store = GpuStore(shape, 4, dtype, torch.device("cpu"))
+    blocks = [random_block(store, slot) for slot in range(4)]
+    for slot, block in enumerate(blocks):
+        store.write(Slot(slot), block)
+        assert store.block(Slot(slot)).data_ptr() % 64 == 0
+    for slot, layer in itertools.product(range(4), range(shape.num_layers)):
+        start = layer * shape.slice_bytes
+        key = blocks[slot][start : start + shape.key_bytes].clone().view(dtype)
+        value = blocks[slot][start + shape.key_bytes : start + shape.slice_bytes].clone().view(dtype)
+        heads, tokens = shape.kv_heads, shape.block_tokens
+        # compared as bits, since random bits hold NaNs
+        bits = {2: torch.int16, 4: torch.int32}[shape.element_bytes]
+        assert torch.equal(store.keys[layer][slot].view(bits), key.reshape(heads, tokens, shape.key_dim).view(bits))
+        assert torch.equal(
+            store.values[layer][slot].view(bits), value.reshape(heads, tokens, shape.value_dim).view(bits)
+        )
+        assert store.keys[layer].stride(-1) == store.values[layer].stride(-1) == 1
+    store.keys[-1][2].zero_()  # written through a view, as an append does
+    start = (shape.num_layers - 1) * shape.slice_bytes
+    assert not store.block(Slot(2))[start : start + shape.key_bytes].any()
+    store.check_integrity()
+    store.close()
+    store.check_integrity()
+
+
+def test_gpu_store_refuses_a_dtype_of_another_size() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        GpuStore(SHAPES["plain"], 4, torch.float16, torch.device("cpu"))
+
+
+def test_cpu_slices_are_views() -> None:
+    store = CpuStore(SHAPES["unaligned"], 3, pin=False)
+    block = random_block(store, 1)
+    store.write(Slot(1), block)
+    store.slice(Slot(1), 1).zero_()
+    out = read(store, 1)
+    size = store.shape.slice_bytes
+    assert not out[size : 2 * size].any()
+    assert torch.equal(out[:size], block[:size])
+    with pytest.raises(IndexError):
+        store.slice(Slot(1), -1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="registering works there: tests/cuda")
+def test_cpu_store_goes_on_unpinned_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="kvtier"):
+        store = CpuStore(SHAPES["plain"], 3, pin=True)
+    assert not store.pinned
+    assert len(caplog.records) == 1
+    block = random_block(store, 1)
+    store.write(Slot(2), block)
+    assert torch.equal(read(store, 2), block)
+    store.close()
+    store.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault.BIT_FLIP, ChecksumError),
+        (Fault.SHORT_READ, ShortReadError),
+        (Fault.EIO, StoreError),
+    ],
+)
+def test_faulty_reads(fault: Fault, error: type[StoreError]) -> None:
+    store = FaultyStore(NullStore(SHAPES["plain"], 3, Tier.NVME), seed=1, at_calls={1: fault})
+    block = random_block(store, 1)
+    store.write(Slot(0), block)
+    with pytest.raises(error):
+        read(store, 0)
+    assert torch.equal(read(store, 0), block)
+    assert store.injected == [(1, fault)]
+
+
+def test_faulty_writes_leave_nothing_readable() -> None:
+    faults = {1: Fault.EIO, 3: Fault.NO_SPACE}
+    store = FaultyStore(NullStore(SHAPES["plain"], 3, Tier.NVME), seed=1, at_calls=faults)
+    block = random_block(store, 1)
+    store.write(Slot(2), block)
+    with pytest.raises(StoreError) as eio:
+        store.write(Slot(2), block)
+    assert eio.value.errno == errno.EIO
+    with pytest.raises(StoreError):
+        read(store, 2)
+    with pytest.raises(NoSpaceError) as full:
+        store.write(Slot(2), block)
+    assert full.value.available_slots == 2
+    store.write(Slot(2), block)
+    assert torch.equal(read(store, 2), block)
+
+
+def test_silent_flips_change_one_bit() -> None:
+    store = FaultyStore(NullStore(SHAPES["plain"], 3, Tier.NVME), seed=1, rates={Fault.SILENT_BIT_FLIP: 1.0})
+    block = random_block(store, 1)
+    store.write(Slot(0), block)
+    changed = read(store, 0) ^ block
+    assert int(changed.count_nonzero()) == 1
+    assert int(changed.max()).bit_count() == 1
+
+
+def move(move_id: int, source_slot: int, dest_slot: int, dest: Tier = Tier.CPU) -> Move:
+    return Move(move_id, BlockId(move_id), MovePurpose.DEMOTE, Tier.GPU, Slot(source_slot), dest, Slot(dest_slot))
+
+
+def drain(engine: FakeEngine) -> list[MoveResult]:
+    results = []
+    while engine.in_flight():
+        results += engine.wait(1.0)
+    return results
+
+
+@pytest.mark.parametrize("max_delay", [0, 1, 4])
+def test_fake_engine_reports_every_move_once(max_delay: int) -> None:
+    engine = FakeEngine(seed=3, fail_frac=0.3, max_delay=max_delay)
+    moves = [move(i, i, i) for i in range(200)]
+    for i in range(200):
+        engine.bytes_by_slot[Tier.GPU, Slot(i)] = f"block {i}"
+    engine.start(moves)
+    assert engine.in_flight() == 200
+    results = engine.finished() + drain(engine)
+    assert [result.move for result in results] != moves  # in random order
+    assert sorted(result.move.move_id for result in results) == list(range(200))
+    assert 20 < sum(result.status is MoveStatus.FAILED for result in results) < 100
+    for result in results:
+        place = (Tier.CPU, result.move.dest_slot)
+        if result.status is MoveStatus.DONE:
+            assert engine.bytes_by_slot[place] == f"block {result.move.move_id}"
+        else:
+            assert result.error
+            assert place not in engine.bytes_by_slot
+    assert engine.finished() == engine.wait(0.0) == []
+
+
+def test_fake_engine_shows_a_source_that_was_freed_too_early() -> None:
+    seen = set()
+    for seed in range(40):
+        engine = FakeEngine(seed)
+        engine.bytes_by_slot[Tier.GPU, Slot(0)] = "right"
+        engine.start([move(0, 0, 0)])
+        engine.bytes_by_slot[Tier.GPU, Slot(0)] = "of the next owner"
+        drain(engine)
+        seen.add(engine.bytes_by_slot[Tier.CPU, Slot(0)])
+    assert seen == {"right", "of the next owner"}
+
+
+def test_fake_engine_refuses_moves_that_get_into_each_others_way() -> None:
+    for second in (move(0, 5, 5), move(1, 5, 0)):
+        engine = FakeEngine(seed=1)
+        engine.start([move(0, 0, 0)])
+        with pytest.raises(IntegrityError):
+            engine.start([second])
+
+
+def test_fake_engine_runs_out_of_nvme_slots() -> None:
+    engine = FakeEngine(seed=1)
+    engine.nvme_available_slots = 2
+    engine.start([move(i, i, i, Tier.NVME) for i in range(4)])
+    full = [result for result in drain(engine) if result.status is MoveStatus.NO_SPACE]
+    assert sorted(result.move.dest_slot for result in full) == [2, 3]
+    assert {result.available_slots for result in full} == {2}
+
+
+def test_fake_engine_needs_neither_torch_nor_pytest() -> None:
+    code = (
+        "import sys; sys.modules.update(torch=None, numpy=None, pytest=None); "
+        "from kvtier.testing import FakeEngine; FakeEngine(seed=1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_faulty_store_needs_no_pytest() -> None:
+    code = "import sys; sys.modules.update(pytest=None); from kvtier.testing import FaultyStore"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
