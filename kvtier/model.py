@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from kvtier.block_table import TokenSource
 from kvtier.config import KVTierConfig, load_config
 from kvtier.errors import AlreadyWrappedError, UnsupportedError
 from kvtier.forward import check_prompt, wrap
@@ -55,16 +57,18 @@ class TieredKV:
         self.model = model
         self._runtime = Runtime(group, loaded, num_heads(model))
         try:
-            self._patch = Patch.apply(model)
+            patch = Patch.apply(model)
         except BaseException:
             self._runtime.close()
             raise
         # An instance attribute hides the class's method; one that is there already (device hooks) comes back on close.
-        self._own_forward = vars(model).get("forward")
+        own_forward = vars(model).get("forward")
         self._keyword = cache_keyword(model.forward)
         wrapped = wrap(model.forward, self._runtime)
         wrapped.__kvtier__ = True  # type: ignore[attr-defined]  # marks a wrapped model
         model.forward = wrapped
+        # Also when the wrapper is dropped without close, and at interpreter exit: threads stop, files go.
+        self._finalize = weakref.finalize(self, _unwrap, model, own_forward, patch, self._runtime)
 
     # -- using it -----------------------------------------------------------------------------------------------------
 
@@ -95,6 +99,7 @@ class TieredKV:
             raise UnsupportedError(f"cache is a {type(cache).__name__}: pass tiered.new_cache(), or none")
         elif cache.state.runtime is not self._runtime:
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
+        self._check_embeds(cache, kwargs)
         ids = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] == 1:
             mask = kwargs.get("attention_mask")
@@ -108,6 +113,15 @@ class TieredKV:
         finally:
             with self._runtime.turn:
                 manager.leave(table)
+
+    @staticmethod
+    def _check_embeds(cache: TieredCache, kwargs: dict[str, Any]) -> None:
+        table = cache.state.table
+        if table.num_tokens and (kwargs.get("inputs_embeds") is not None or table.source is TokenSource.EMBEDS):
+            raise UnsupportedError(
+                f"the cache holds {table.num_tokens} tokens and embeddings cannot be compared with them, so another "
+                "conversation's KV could be served: use a new cache, or pass the new embeddings to tiered(...)"
+            )
 
     def _check_modes(self, kwargs: dict[str, Any]) -> None:
         configs = (kwargs.get("generation_config"), self.model.generation_config)
@@ -158,14 +172,7 @@ class TieredKV:
 
     def close(self) -> None:
         """Free every tier and leave the model as it was before wrapping. Idempotent."""
-        if self._runtime.closed:
-            return
-        self._patch.remove()
-        if self._own_forward is None:
-            vars(self.model).pop("forward", None)
-        else:
-            self.model.forward = self._own_forward
-        self._runtime.close()
+        self._finalize()
 
     def __enter__(self) -> Self:
         return self
@@ -178,3 +185,12 @@ class TieredKV:
     def __repr__(self) -> str:
         state = "closed" if self._runtime.closed else self._runtime.mode.value
         return f"TieredKV({type(self.model).__name__}, {state})"
+
+
+def _unwrap(model: Any, own_forward: Callable[..., Any] | None, patch: Patch, runtime: Runtime) -> None:
+    patch.remove()
+    if own_forward is None:
+        vars(model).pop("forward", None)
+    else:
+        model.forward = own_forward
+    runtime.close()
