@@ -1,0 +1,70 @@
+"""A budget as people write it: bytes, or a percentage of a total that is known only at run time. Pure Python."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+_UNIT_BYTES = {
+    "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+|%)?", re.ASCII)
+
+
+class SizeUnit(enum.Enum):
+    """What a size counts: bytes, or a percentage of a total that is known only at run time."""
+
+    BYTES = "bytes"
+    PERCENT = "percent"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A budget: `amount` bytes (a whole number), or `amount` percent (0 to 100) of a total given to `resolve`."""
+
+    amount: int | float
+    unit: SizeUnit = SizeUnit.BYTES
+
+    @classmethod
+    def parse(cls, value: object) -> Size:
+        """Read `512MiB`, `20GB`, `1.5 GiB`, `30%`, a whole number of bytes, or a Size.
+
+        Raises:
+            ValueError: anything else: booleans, negative or fractional bytes, unknown units, more than 100 %.
+        """
+        if isinstance(value, Size):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return cls(value)
+        match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
+            raise ValueError("is not a size")
+        number, unit = match.groups()
+        if unit == "%":
+            if float(number) > 100:
+                raise ValueError("is more than 100%")
+            return cls(float(number), SizeUnit.PERCENT)
+        if unit is None:
+            if "." in number:
+                raise ValueError("is not a whole number of bytes")
+            unit = "B"
+        if unit not in _UNIT_BYTES:
+            raise ValueError(f"has the unknown unit {unit!r} (known: {', '.join(_UNIT_BYTES)}, %)")
+        if "." in number:
+            return cls(round(float(number) * _UNIT_BYTES[unit]))
+        return cls(int(number) * _UNIT_BYTES[unit])  # kept whole: floats are not exact beyond 2**53
+
+    def resolve(self, total_bytes: int) -> int:
+        """Bytes of this size; `total_bytes` is what a percentage is taken of and does not cap an absolute size."""
+        return int(self.amount) if self.unit is SizeUnit.BYTES else int(total_bytes * self.amount / 100)
+
+    def __str__(self) -> str:
+        """The size as `parse` reads it, in the largest binary unit that divides it."""
+        if self.unit is SizeUnit.PERCENT:
+            return f"{self.amount:g}%"
+        for name in ("TiB", "GiB", "MiB", "KiB"):
+            if self.amount and self.amount % _UNIT_BYTES[name] == 0:
+                return f"{int(self.amount) // _UNIT_BYTES[name]}{name}"
+        return f"{self.amount}B"

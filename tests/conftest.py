@@ -1,0 +1,15 @@
+"""For every test: one torch thread (two xdist workers share two cores) and no look-ups of models on the network."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+try:
+    import torch
+except ImportError:  # the pure modules are tested without it too
+    pass
+else:
+    torch.set_num_threads(1)
