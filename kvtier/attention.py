@@ -100,17 +100,24 @@ def merge(parts: list[Partial]) -> Partial:
 
     Cost: reads every output once. A lone piece is returned as it is.
     """
-    if len(parts) == 1 and parts[0].output.shape[0] == 1:
+    if _is_whole(parts):
         return parts[0]
     lse = torch.cat([part.lse for part in parts])
-    output = torch.cat([part.output.float() for part in parts])
-    weights = torch.softmax(lse, dim=0)
-    merged = (output * weights.unsqueeze(-1)).sum(0, keepdim=True)
-    return Partial(merged, torch.logsumexp(lse, 0, keepdim=True))
+    return Partial(_average(parts, lse), torch.logsumexp(lse, 0, keepdim=True))
 
 
-def unpack(part: Partial, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """The merged result as a model expects it from its attention function: `[1, q, heads, value_dim]`, contiguous."""
-    _, kv_heads, rows, dim = part.output.shape
+def finish(parts: list[Partial], heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Merge, and give the result as a model expects it from its attention: `[1, q, heads, value_dim]`, contiguous."""
+    output = parts[0].output if _is_whole(parts) else _average(parts, torch.cat([part.lse for part in parts]))
+    _, kv_heads, rows, dim = output.shape
     num_queries = rows * kv_heads // heads
-    return part.output.to(dtype).reshape(1, heads, num_queries, dim).transpose(1, 2).contiguous()
+    return output.to(dtype).reshape(1, heads, num_queries, dim).transpose(1, 2).contiguous()
+
+
+def _is_whole(parts: list[Partial]) -> bool:
+    return len(parts) == 1 and parts[0].output.shape[0] == 1
+
+
+def _average(parts: list[Partial], lse: torch.Tensor) -> torch.Tensor:
+    output = torch.cat([part.output.float() for part in parts])
+    return (output * torch.softmax(lse, dim=0).unsqueeze(-1)).sum(0, keepdim=True)

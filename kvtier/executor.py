@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.attention import Partial, causal_attention, merge, pack, partial_attention, unpack
+from kvtier.attention import Partial, causal_attention, finish, merge, pack, partial_attention
 from kvtier.block_table import BlockTable
 from kvtier.errors import BudgetError, CapacityError, IntegrityError, UnsupportedError
 from kvtier.manager import TierManager
@@ -199,7 +199,7 @@ class OpenStep:
                 parts = [merge(parts)]  # a chunk's partial results are large: never more than one group of them
         if num_new > 1:
             parts.append(causal_attention(query, keys, values, scale))
-        return unpack(merge(parts), query.shape[1], query.dtype)
+        return finish(parts, query.shape[1], query.dtype)
 
     def _past(self, position: int, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pieces that every new token sees whole: full blocks wherever they lie, and the tail's committed tokens.
