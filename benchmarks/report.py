@@ -1,0 +1,122 @@
+"""The soak's result: one JSON document, its verdict and exit status, and the summary for people."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rich.console import Console
+
+from kvtier.benchmarks.monitor import mib, moved_line, tier_table
+from kvtier.benchmarks.verify import Verification
+
+MEMORY_SLACK_BYTES = 150 << 20
+"""What a run may take beyond its gpu and cpu budgets: activations, logits of one answer, heap that was not returned."""
+EXIT_PASS, EXIT_FAIL, EXIT_UNVERIFIED, EXIT_INTERRUPTED = 0, 1, 3, 130
+
+
+@dataclass(frozen=True)
+class SoakReport:
+    """`document` is the JSON document; see `run_soak` for its fields."""
+
+    document: dict[str, Any]
+
+    @property
+    def exit_status(self) -> int:
+        """0 pass; 1 a token differs, a budget is exceeded, something leaks or fails; 3 unverified; 130 interrupted."""
+        if self.document["interrupted"]:
+            return EXIT_INTERRUPTED
+        return {"pass": EXIT_PASS, "fail": EXIT_FAIL, "unverified": EXIT_UNVERIFIED}[self.document["verdict"]]
+
+
+def verdict(verification: Verification, tokens: int, problems: list[str]) -> str:
+    """`fail` for any difference or problem; `pass` needs every generated token verified, and at least one."""
+    if verification.failed or problems:
+        return "fail"
+    return "pass" if tokens and verification.verified_tokens == tokens else "unverified"
+
+
+def tiers_of(stats: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tiers' part of `TieredKV.stats()`, without what is no plain JSON."""
+    return {
+        name: {key: value for key, value in tier.items() if isinstance(value, int | float | str)}
+        for name, tier in stats["tiers"].items()
+    }
+
+
+def budget_violations(
+    stats: dict[str, Any], peak: dict[str, int], baseline_bytes: int, gpu_tier_in_memory: bool, cuda_growth_bytes: int
+) -> list[str]:
+    """Every budget that was exceeded, as sentences; empty when all held.
+
+    Args:
+        stats: `TieredKV.stats()` at the end of the run; `peak_bytes` is the most that a tier ever used.
+        peak: the sampler's peaks.
+        baseline_bytes: RssAnon + RssShmem of the loaded model after a warm-up.
+        gpu_tier_in_memory: whether the gpu tier lies in host memory (no CUDA device), and so counts there.
+        cuda_growth_bytes: the most that CUDA's allocator held above its warm-up; 0 without CUDA.
+    """
+    tiers = stats["tiers"]
+    found = [
+        f"{name} tier used {max(tier['used_bytes'], tier['peak_bytes'])} bytes of a budget of {tier['budget_bytes']}"
+        for name, tier in tiers.items()
+        if max(tier["used_bytes"], tier["peak_bytes"]) > tier["budget_bytes"]
+    ]
+    limit = tiers["cpu"]["budget_bytes"] + MEMORY_SLACK_BYTES
+    limit += tiers["gpu"]["budget_bytes"] if gpu_tier_in_memory else 0
+    growth = peak["memory_bytes"] - baseline_bytes
+    if growth > limit:
+        found.append(f"memory grew by {growth} bytes, {limit} allowed (budgets + {mib(MEMORY_SLACK_BYTES)})")
+    if cuda_growth_bytes > tiers["gpu"]["budget_bytes"] + MEMORY_SLACK_BYTES:
+        found.append(f"CUDA memory grew by {cuda_growth_bytes} bytes, budget {tiers['gpu']['budget_bytes']} + slack")
+    if peak["nvme_disk_bytes"] > tiers["nvme"]["budget_bytes"]:
+        found.append(
+            f"the nvme folder took {peak['nvme_disk_bytes']} bytes, budget {tiers['nvme']['budget_bytes']} bytes"
+        )
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what a report was made."""
+    versions = {}
+    for package in ("kvtier", "torch", "transformers"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    return {
+        "system": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count() or 0,
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def print_summary(console: Console, document: dict[str, Any]) -> None:
+    """The report for people: the tiers, what moved, what was verified, and every problem."""
+    console.print(tier_table(document["tiers"]))
+    console.print(moved_line(document["bytes_moved"]))
+    console.print(
+        f"{document['turns']} turns, {document['tokens']} tokens generated at {document['tokens_per_s']:.1f} tokens/s, "
+        f"{document['recomputed_blocks']} blocks recomputed, {document['seconds']:.0f} s in all"
+    )
+    console.print(
+        f"memory: {mib(document['peak_memory_bytes'])} at most, {mib(document['memory_growth_bytes'])} above the "
+        f"loaded model; {mib(document['tiers']['nvme']['only_copy_peak_bytes'])} lay on nvme alone at most"
+    )
+    console.print(
+        f"verified {document['verified_tokens']} of {document['tokens']} tokens: {document['differing_tokens']} "
+        f"differ, {document['near_ties']} near ties, largest logit difference {document['max_logit_diff']:.2e} "
+        f"(tolerance {document['tolerance']:.2e}); facts: {document['facts_right']} of {document['facts_asked']} "
+        f"right, {document['wrong_facts']} wrong by kvtier"
+    )
+    for kind in ("errors", "budget_violations", "leaks"):
+        for problem in document[kind]:
+            console.print(f"{kind.replace('_', ' ')}: {problem}", style="red", markup=False)
+    style = {"pass": "bold green", "fail": "bold red", "unverified": "bold yellow"}[document["verdict"]]
+    note = " (interrupted)" if document["interrupted"] else ""
+    console.print(f"verdict: {document['verdict']}{note}", style=style)

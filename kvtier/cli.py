@@ -1,0 +1,157 @@
+"""The command line: `kvtier soak`, `kvtier version`.
+
+Exit statuses: 0 all is well; 1 the soak failed; 2 bad input, one line on stderr; 3 the soak was not fully verified;
+130 interrupted. Only this module and the benchmarks print.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvtier import __version__
+from kvtier.errors import ConfigError, KVTierError
+
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="kvtier",
+    help="A KV cache on three tiers of memory for Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Verify(enum.StrEnum):
+    """How much of a soak the plain model recomputes."""
+
+    ALL = "all"
+    SAMPLE = "sample"
+    NONE = "none"
+
+
+@app.callback()
+def _commands() -> None:
+    # With a callback, typer keeps sub-commands even when there is only one.
+    pass
+
+
+@app.command()
+def version() -> None:
+    """Print kvtier's version."""
+    typer.echo(__version__)
+
+
+@app.command()
+def soak(
+    config: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")] = "quickstart",
+    model: Annotated[str | None, typer.Option(help="A local model folder; the demo's SmolLM2 otherwise.")] = None,
+    documents: Annotated[
+        str | None, typer.Option(help="A text file, or a folder of .txt and .md; Python's manual otherwise.")
+    ] = None,
+    sessions: Annotated[int, typer.Option(help="Conversations that are alive at once.")] = 4,
+    context: Annotated[str, typer.Option(help="Tokens of context, one number or a list: 1500,4000.")] = "1500",
+    turns: Annotated[int, typer.Option(help="Turns of each session.")] = 3,
+    minutes: Annotated[float | None, typer.Option(help="Go on with new sessions for so long.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 24,
+    seed: Annotated[int, typer.Option(help="Draws the texts, the facts and the order of turns.")] = 0,
+    verify: Annotated[Verify, typer.Option(help="Sessions to check against the plain model.")] = Verify.ALL,
+    threads: Annotated[int, typer.Option(help="torch's threads.")] = 1,
+    json_files: Annotated[
+        list[str] | None, typer.Option("--json", metavar="FILE", help="Write the report there; - for standard output.")
+    ] = None,
+) -> None:
+    """Run conversations under small budgets, watch memory, and check every token against the plain model."""
+    outputs = json_files or []
+    for output in outputs:
+        _check_writable(output)
+    # The benchmarks stand above the library and need transformers: they are looked up when they are asked for.
+    console = Console(highlight=False)
+    with console.status("Starting …"):
+        benchmark: Any = importlib.import_module("kvtier.benchmarks.soak")
+    options = benchmark.SoakOptions(
+        config=config,
+        model=model,
+        documents=documents,
+        sessions=sessions,
+        contexts=_token_counts(context),
+        turns=turns,
+        minutes=minutes,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        verify=verify.value,
+        threads=threads,
+    )
+    report: Any = benchmark.run_soak(options, console)
+    line = json.dumps(report.document, allow_nan=False)
+    for output in outputs:
+        if output == "-":
+            sys.stdout.write(line + "\n")
+        else:
+            _write_whole(Path(output), line + "\n")
+    raise typer.Exit(int(report.exit_status))
+
+
+def _token_counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--context {text}: give a token count or a list of them, such as 1500,4000") from None
+
+
+def _check_writable(output: str) -> None:
+    """Refuse an unwritable report before the run, not after it."""
+    if output == "-":
+        return
+    path = Path(output)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--json {output}: cannot be written; give a file in a folder that exists, or -")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace the file at once, so that a reader never sees half a report."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            file.write(text)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status. Bad input is one line on stderr, never a traceback."""
+    try:
+        result = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="kvtier", standalone_mode=False)
+    except KVTierError as error:
+        return _complain(" ".join(str(error).split()))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("kvtier: interrupted\n")
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        # Wrong options: typer's own errors, which older versions take from click, hence known by what they can say.
+        explain = getattr(error, "format_message", None)
+        if explain is None:
+            raise
+        return _complain(" ".join(str(explain()).split()))  # empty where the help was printed instead
+    return result if isinstance(result, int) else 0
+
+
+def _complain(message: str) -> int:
+    if message:
+        sys.stderr.write(f"kvtier: {message}\n")
+    return EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
