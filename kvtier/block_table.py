@@ -29,8 +29,12 @@ class BlockTable:
         self.block_tokens = block_tokens
         self.blocks: list[BlockId] = []
         self.num_tokens = 0
-        self.source = TokenSource.IDS
-        self._ids = array("i")
+        self._ids = array("i")  # of the first tokens: up to the first that was fed as an embedding
+
+    @property
+    def source(self) -> TokenSource:
+        """Whether the ids of all tokens are known; a crop past the first embedding makes them so again."""
+        return TokenSource.IDS if len(self._ids) == self.num_tokens else TokenSource.EMBEDS
 
     @property
     def tail_tokens(self) -> int:
@@ -48,16 +52,14 @@ class BlockTable:
         return self.blocks[-1] if self.tail_tokens else None
 
     def token_ids(self) -> list[int]:
-        """The committed token ids, oldest first. Empty for a sequence fed by embeddings."""
+        """The committed token ids, oldest first. Empty if any token was fed as an embedding."""
         return list(self._ids) if self.source is TokenSource.IDS else []
 
     def first_difference(self, token_ids: Sequence[int]) -> int | None:
         """Index of the first token at which `token_ids` departs from what is held, or None when neither does.
 
-        Compares as many tokens as both have. A sequence fed by embeddings differs nowhere: its ids are unknown.
+        Compares as many tokens as both have, up to the first that was fed as an embedding.
         """
-        if self.source is not TokenSource.IDS:
-            return None
         length = min(len(token_ids), len(self._ids))
         given = array("i", token_ids[:length])
         if given == self._ids[:length]:
@@ -73,12 +75,9 @@ class BlockTable:
         total = self.num_tokens + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
             raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")
-        if token_ids is None:
-            self.source = TokenSource.EMBEDS
-            self._ids = array("i")
-        elif len(token_ids) != num_tokens:
+        if token_ids is not None and len(token_ids) != num_tokens:
             raise IntegrityError(f"{len(token_ids)} token ids for {num_tokens} tokens")
-        elif self.source is TokenSource.IDS:
+        if token_ids is not None and self.source is TokenSource.IDS:
             self._ids.extend(token_ids)
         self.blocks.extend(new_blocks)
         self.num_tokens = total
@@ -104,8 +103,6 @@ class BlockTable:
         del self.blocks[keep:]
         del self._ids[num_tokens:]
         self.num_tokens = num_tokens
-        if num_tokens == 0:
-            self.source = TokenSource.IDS
         return dropped
 
     def fork(self, sequence: SequenceId) -> BlockTable:
@@ -113,7 +110,6 @@ class BlockTable:
         twin = BlockTable(sequence, self.block_tokens)
         twin.blocks = list(self.blocks)
         twin.num_tokens = self.num_tokens
-        twin.source = self.source
         twin._ids = array("i", self._ids)
         return twin
 
@@ -123,5 +119,5 @@ class BlockTable:
             raise IntegrityError(f"sequence {self.sequence}: {self.num_tokens} tokens in {len(self.blocks)} blocks")
         if len(set(self.blocks)) != len(self.blocks):
             raise IntegrityError(f"sequence {self.sequence} holds a block twice")
-        if self.source is TokenSource.IDS and len(self._ids) != self.num_tokens:
+        if len(self._ids) > self.num_tokens:
             raise IntegrityError(f"sequence {self.sequence}: {len(self._ids)} ids for {self.num_tokens} tokens")

@@ -49,6 +49,7 @@ class StepExecutor:
     ) -> None:
         self.group, self.manager, self.store, self.ring = group, manager, store, ring
         self.metrics, self.mode, self.limits = metrics, mode, limits
+        self._open: Step | None = None
         self.positions = {layer: position for position, layer in enumerate(group.layers)}
         device = torch.device(group.device)
         # An fp32 arena aligned for any dtype: bits of the gathered call depend on 64-byte-aligned K and V.
@@ -67,9 +68,13 @@ class StepExecutor:
             CapacityError, BlockLostError, TransferTimeoutError: as `TierManager.begin_step`.
             After each of them the sequence is as before.
         """
+        if self._open is not None:
+            raise UnsupportedError(
+                "a step of this TieredKV is open on this thread: do not call it from inside its own forward"
+            )
         if self.mode is AttentionMode.GATHERED:
             self._check_gather(table.num_tokens + num_new)
-        step = self.manager.begin_step(table, num_new)
+        step = self._open = self.manager.begin_step(table, num_new)
         try:
             plan = self.manager.plan(table)
             if plan.streamed:
@@ -102,10 +107,12 @@ class StepExecutor:
         except BaseException:
             self.abort(opened.step)
             raise
+        self._open = None
         self.manager.commit_step(opened.step, token_ids)
 
     def abort(self, step: Step) -> None:
         """Drop everything pending; the sequence is as before the step. Idempotent."""
+        self._open = None
         try:
             if self.ring is not None:
                 self.ring.drain()

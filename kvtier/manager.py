@@ -161,9 +161,11 @@ class TierManager:
         created: list[BlockId] = []
         tail_copy: BlockId | None = None
         try:
-            if tail is not None and Tier.GPU in residency[tail].copies:
+            if tail is not None and not copies_tail and Tier.GPU in residency[tail].copies:
                 self._pin(tail, pinned)
             placement.make_room(Tier.GPU, wanted)
+            if tail is not None:
+                placement.settle(tail)  # it may itself have been demoted to make this room
             if tail is not None and promotes_tail:
                 placement.copy_now(tail, MovePurpose.PROMOTE, self._take())
                 self._pin(tail, pinned)
@@ -254,7 +256,7 @@ class TierManager:
 
     def _unpin(self, step: Step, tail: BlockId | None) -> None:
         residency = self.placement.residency
-        if tail is not None and residency[tail].pins[Tier.GPU]:
+        if tail is not None and step.tail_copy is None:
             residency.unpin(tail, Tier.GPU)
         for block in (*(() if step.tail_copy is None else (step.tail_copy,)), *step.new_blocks):
             residency.unpin(block, Tier.GPU)
@@ -312,7 +314,10 @@ class TierManager:
             if room <= 0:
                 room = placement.give_up(tier, len(spilled), idle_only=True)
             for block in spilled[: max(0, room)]:
-                fastest = placement.residency[block].fastest
+                record = placement.residency[block]
+                if record.move is not None:  # listed twice (shared by a fork), or itself demoted to make this room
+                    continue
+                fastest = record.fastest
                 slot = None if fastest is None else pool.take()
                 if fastest is None or slot is None:
                     break

@@ -26,9 +26,12 @@ def load_eviction(name: str, key: str) -> EvictionPolicy:
     return policy
 
 
-def load_prefetch(name: str, depth: int, key: str) -> PrefetchPolicy:
-    """A new instance of the prefetch policy that `name` names. Raises as `load_eviction`."""
-    policy = _build(_find(name, key), name, key, depth=depth)
+def load_prefetch(name: str, depth: int | None, key: str) -> PrefetchPolicy:
+    """A new instance of the prefetch policy that `name` names, with its own depth unless one is given.
+
+    Raises as `load_eviction`.
+    """
+    policy = _build(_find(name, key), name, key, **({} if depth is None else {"depth": depth}))
     if not isinstance(policy, PrefetchPolicy):
         raise ConfigError(f"{key}: {name} is not a prefetch policy: it lacks {_missing(policy, PrefetchPolicy)}")
     return policy
@@ -63,7 +66,7 @@ def _callable(found: Any, name: str, key: str) -> Callable[..., Any]:
 def _build(cls: Callable[..., Any], name: str, key: str, **arguments: Any) -> Any:
     try:
         return cls(**arguments)
-    except TypeError as error:
+    except Exception as error:  # a user's class may raise anything; nothing is allocated yet
         raise ConfigError(f"{key}: {name} cannot be built with {arguments or 'no arguments'}: {error}") from error
 
 

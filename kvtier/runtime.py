@@ -71,7 +71,9 @@ class Runtime:
         device = torch.device(group.device)
         # Policies first: they cost nothing, and a misspelt name should not allocate gigabytes.
         policies = {tier: load_eviction(config.eviction.policy(tier), f"eviction.{tier.label}") for tier in Tier}
-        prefetch = load_prefetch(config.prefetch.policy, config.prefetch.depth, "prefetch.policy")
+        # Each prefetch policy has its own default depth: no_prefetch takes none but 0.
+        depth = config.prefetch.depth if "depth" in config.prefetch.model_fields_set else None
+        prefetch = load_prefetch(config.prefetch.policy, depth, "prefetch.policy")
         self.gpu_budget = self._gpu_budget(device, heads)
         self.budgets: dict[Tier, int] = {Tier.GPU: self.gpu_budget.budget_bytes}
         self._build_lower(device)

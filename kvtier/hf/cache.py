@@ -125,6 +125,9 @@ class TieredCache(Cache):
         self.state.check_open()
         if tokens_to_remove > 0:
             raise UnsupportedError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
+        opened = current_step.get()
+        if opened is not None and opened.step.table is self.state.table:
+            raise UnsupportedError("crop inside a step of the same cache: call it between steps")
         table = self.state.table
         with self.state.runtime.turn:
             self.state.runtime.manager.truncate(table, max(0, table.num_tokens + tokens_to_remove))
