@@ -73,7 +73,7 @@ def split_gpu_budget(
     min_scratch = scratch_bytes(heads, 1, shape.value_dim, 1)
     minimum = MIN_SLOTS * slot_bytes + min_ring + min_scratch
     gathered = mode is AttentionMode.GATHERED
-    share = budget_bytes // GATHER_SHARE if gathered else 0
+    share = -(-budget_bytes // GATHER_SHARE) if gathered else 0
     if budget_bytes - share < minimum:
         factor = GATHER_SHARE / (GATHER_SHARE - 1) if gathered else 1
         raise BudgetError(

@@ -54,7 +54,9 @@ class TierManager:
 
     def _new_id(self) -> SequenceId:
         self._next_sequence += 1
-        return SequenceId(self._next_sequence)
+        sequence = SequenceId(self._next_sequence)
+        self.placement.sequence_metrics[sequence] = SequenceMetrics()
+        return sequence
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A sequence of its own that shares every block by count; the tail is copied when either side appends to it."""

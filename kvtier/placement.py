@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -59,6 +60,41 @@ class _Evictable(Container[BlockId]):
         )
 
 
+class _Guarded(EvictionPolicy):
+    """A policy that may be a user's: what it raises is logged, once a method, and costs its advice, never a block."""
+
+    def __init__(self, policy: EvictionPolicy, tier: Tier) -> None:
+        self._policy, self._tier = policy, tier
+        self._logged: set[str] = set()
+
+    @contextmanager
+    def _guard(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if method not in self._logged:
+                self._logged.add(method)
+                logger.exception("the %s eviction policy's %s raised; going on without it", self._tier.label, method)
+
+    def inserted(self, block: BlockId, sequence: SequenceId, index: int) -> None:
+        with self._guard("inserted"):
+            self._policy.inserted(block, sequence, index)
+
+    def touched(self, blocks: Iterable[BlockId]) -> None:
+        with self._guard("touched"):
+            self._policy.touched(iter(blocks))  # not the block table's own list
+
+    def removed(self, block: BlockId) -> None:
+        with self._guard("removed"):
+            self._policy.removed(block)
+
+    def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
+        names: list[BlockId] = []
+        with self._guard("victims"):
+            names = list(dict.fromkeys(self._policy.victims(num_blocks, evictable)))[:num_blocks]
+        return names
+
+
 class Placement:
     """Slots, copies and moves of every block. One thread at a time.
 
@@ -80,7 +116,7 @@ class Placement:
         io_timeout_s: float,
     ) -> None:
         self.pools = dict(pools)
-        self.policies = dict(policies)
+        self.policies = {tier: _Guarded(policy, tier) for tier, policy in policies.items()}
         self.engine = engine
         self.metrics = metrics
         self.block_bytes = block_bytes
@@ -100,6 +136,8 @@ class Placement:
         self._next_move = 0
         self._failures = 0
         self._last_error = ""
+        self._oldest_first = False
+        """Blocks that may go but that no policy names are given up too."""
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +231,8 @@ class Placement:
             self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
             if move.source is Tier.NVME:
                 self.metrics.nvme_sole_reads += len(record.copies) == 1
-                self._sequence(record.sequence).nvme_read_bytes += self.block_bytes
+                if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves
+                    self.sequence_metrics[record.sequence].nvme_read_bytes += self.block_bytes
         else:
             self._note_failure(result)
         if record.holders == 0:  # released while it moved
@@ -227,9 +266,6 @@ class Placement:
                 "%s to %s of block %d failed: %s", move.source.label, move.dest.label, move.block, result.error
             )
 
-    def _sequence(self, sequence: SequenceId) -> SequenceMetrics:
-        return self.sequence_metrics.setdefault(sequence, SequenceMetrics())
-
     # -- room -------------------------------------------------------------------------------------------------------
 
     def lower(self, tier: Tier) -> Tier | None:
@@ -253,11 +289,21 @@ class Placement:
             short = num_slots - pool.num_free - self._leaving[tier]
             if short > 0 and self._failures < self.MAX_FAILURES:
                 self.give_up(tier, short)
+                if not self.moves and pool.num_free < num_slots:
+                    self._give_up_oldest(tier, num_slots - pool.num_free)
             if pool.num_free >= num_slots:
                 return
             if not self.moves:
                 raise CapacityError(self._no_room(tier, num_slots))
             self.wait()
+
+    def _give_up_oldest(self, tier: Tier, num_slots: int) -> None:
+        """The last resort before CapacityError: a policy that names too few blocks must not stop the house."""
+        self._oldest_first = True
+        try:
+            self.give_up(tier, num_slots)
+        finally:
+            self._oldest_first = False
 
     def _no_room(self, tier: Tier, num_slots: int) -> str:
         state = ", ".join(
@@ -303,13 +349,21 @@ class Placement:
         if num_blocks < 1:
             return []
         evictable = _Evictable(self, tier, running)
-        names = list(dict.fromkeys(self.policies[tier].victims(num_blocks, evictable)))[:num_blocks]
+        names = self.policies[tier].victims(num_blocks, evictable)
         good = [block for block in names if block in evictable]
         if len(good) != len(names):
             # A user's policy may be wrong; it must not be able to lose a block or to stop the house.
             logger.warning(
                 "the %s eviction policy named blocks that may not go: %s", tier.label, set(names) - set(good)
             )
+        if self._oldest_first and len(good) < num_blocks:
+            unnamed = (block for block in self.residency.blocks() if block in evictable and block not in good)
+            oldest = list(islice(unnamed, num_blocks - len(good)))
+            if oldest:
+                logger.warning(
+                    "the %s eviction policy names too few blocks; giving up the oldest: %s", tier.label, oldest
+                )
+            good += oldest
         return good
 
     def _take_below(self, tier: Tier, num_wanted: int) -> tuple[Tier, Slot] | None:

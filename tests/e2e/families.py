@@ -1,0 +1,152 @@
+"""Tiny random models of every verified family, budgets that force them onto NVMe, plain runs to compare with."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from kvtier.budget import split_gpu_budget
+from kvtier.hf import describe
+from kvtier.types import AttentionMode
+
+VOCABULARY = 256
+CHUNK = 32
+BLOCK = 16
+MODES = ("blockwise", "gathered")
+MAX_TOKENS = 512  # gathered has room for one layer of so many
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+    # Wide enough that logits differ and greedy decoding wanders; test_exact asserts it.
+    "initializer_range": 0.2,
+    "pad_token_id": None,  # with one, generate takes every such id in a prompt for padding
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Odd head dimensions and, where the family has them, grouped heads.
+FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3)),
+    "qwen2": (Qwen2Config, dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)),
+    "qwen3": (
+        Qwen3Config,
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=3, head_dim=24),
+    ),
+    "mistral": (
+        MistralConfig,
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, sliding_window=None),
+    ),
+    "phi3": (Phi3Config, dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)),
+    "gpt_neox": (GPTNeoXConfig, dict(hidden_size=96, num_attention_heads=4, num_hidden_layers=3)),
+}
+
+
+@functools.cache
+def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:
+    """The family's model, the same object at every call: a test that wraps it must close the wrapper."""
+    return tiny_from(FAMILIES[family][0], dtype, attention, **FAMILIES[family][1])
+
+
+def tiny_from(
+    config: type[PretrainedConfig], dtype: torch.dtype = torch.float32, attention: str = "sdpa", **values: Any
+) -> Any:
+    """A model of its own with seeded weights, in eval mode, that never ends a text by itself."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config(**{**_COMMON, **values}), attn_implementation=attention)
+    model = model.to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    """`[1, count]` random ids."""
+    return torch.randint(1, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def small_config(
+    model: Any,
+    folder: Path,
+    mode: str = "blockwise",
+    *,
+    gpu_slots: int = 5,
+    cpu_blocks: int = 4,
+    nvme: int | str = "4MiB",
+    **values: Any,
+) -> dict[str, Any]:
+    """A config whose gpu tier has about `gpu_slots` slots and whose cpu tier has `cpu_blocks`; 0 leaves a tier out."""
+    config: dict[str, Any] = {"block_tokens": BLOCK, "prefill_chunk": CHUNK, "io_threads": 2, **values}
+    config["attention"] = mode
+    shape = describe(model, config["block_tokens"]).shape
+    gpu_bytes = 0
+    while True:
+        gpu_bytes += shape.block_bytes
+        try:
+            split = split_gpu_budget(
+                gpu_bytes, shape, slot_bytes=shape.block_bytes, heads=model.config.num_attention_heads,
+                prefill_chunk=config["prefill_chunk"], mode=AttentionMode(mode), streams=bool(cpu_blocks or nvme),
+            )  # fmt: skip
+        except ValueError:
+            continue
+        room = MAX_TOKENS * shape.token_bytes // shape.num_layers
+        if split.num_slots >= gpu_slots and (mode == "blockwise" or split.gather_bytes >= room + 64):
+            break
+    tiers: dict[str, Any] = {"gpu": {"budget": gpu_bytes}}
+    if cpu_blocks:
+        tiers["cpu"] = {"budget": cpu_blocks * (shape.block_bytes + 64)}
+    if nvme:
+        tiers["nvme"] = {"budget": nvme, "path": str(folder / "nvme")}
+    return {**config, "tiers": tiers}
+
+
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": 20,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+def plain_turns(
+    model: Any, turns: int = 3, seed: int = 0, chunk: int = CHUNK, prompt: int = 300, **kwargs: Any
+) -> list[Any]:
+    """A conversation on a DynamicCache: per turn the prompt that was given and what `generate` returned."""
+    cache = DynamicCache(config=model.config)
+    ids, answers = tokens(prompt, seed), []
+    for turn in range(turns):
+        torch.manual_seed(turn)
+        out = model.generate(ids, cache=cache, prefill_chunk_size=chunk, **{**GREEDY, **kwargs})
+        answers.append((ids, out))
+        ids = torch.cat([out.sequences, tokens(40, seed + 100 * (turn + 1))], dim=1)
+    return answers
+
+
+def assert_same(out: Any, expected: Any, mode: str, tolerance: float = 1e-4) -> None:
+    """Equal tokens, and at every step logits within tolerance (blockwise) or the same bits (gathered)."""
+    assert torch.equal(out.sequences, expected.sequences)
+    assert len(out.logits) == len(expected.logits)
+    for step, (ours, plain) in enumerate(zip(out.logits, expected.logits, strict=True)):
+        assert_close(ours, plain, mode, f"step {step}", tolerance)
+
+
+def assert_close(
+    ours: torch.Tensor, plain: torch.Tensor, mode: str, what: str = "logits", tolerance: float = 1e-4
+) -> None:
+    """Same shape and dtype, and within tolerance (blockwise) or the same bits (gathered)."""
+    assert ours.shape == plain.shape and ours.dtype == plain.dtype, (what, ours.shape, plain.shape)
+    difference = (ours.float() - plain.float()).abs().max().item()
+    assert difference <= (0.0 if mode == "gathered" else tolerance), f"{what} differ by {difference}"
