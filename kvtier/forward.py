@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import BudgetError, PromptMismatchError, UnsupportedError
+from kvtier.errors import BudgetError, UnsupportedError
 from kvtier.executor import OpenStep
-from kvtier.hf import TieredCache, cache_keyword, current_step
+from kvtier.hf import TieredCache, cache_keyword, check_mask_kind, current_step
 from kvtier.runtime import Runtime
 from kvtier.types import AttentionMode
 
 # Arguments with one entry a new token, split along dimension 1 with the tokens.
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
-_JOINED = ("logits", "last_hidden_state")
+_JOINED = ("logits", "last_hidden_state", "hidden_states")
 
 
-def wrap(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def wrap_forward(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     """A forward that behaves as `original`, bit for bit, unless its cache is a TieredCache of `runtime`."""
     signature = inspect.signature(original)
     keyword = cache_keyword(original)
@@ -70,6 +70,8 @@ class _SplitForward:
         given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
         if len(given) != 1:
             raise UnsupportedError("give exactly one of input_ids and inputs_embeds")
+        if given[0].ndim < 2:
+            raise UnsupportedError(f"input_ids has the shape {tuple(given[0].shape)}: give one row, [1, tokens]")
         rows, num_new = given[0].shape[:2]
         if rows != 1:
             raise UnsupportedError(
@@ -95,11 +97,9 @@ class _SplitForward:
 
     @staticmethod
     def _check_mask(mask: Any, total: int) -> None:
+        check_mask_kind(mask)
         if mask is None:
             return
-        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-            kind = f"{mask.ndim}D" if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise UnsupportedError(f"a {kind} attention_mask is not supported: pass a 2D mask of ones, or none")
         if mask.shape[1] != total:
             raise UnsupportedError(
                 f"attention_mask covers {mask.shape[1]} tokens, cache and new tokens are {total}: pass one of all"
@@ -120,20 +120,26 @@ class _SplitForward:
         with self._runtime.turn:
             self._runtime.check_open()
             held, done = self._table.num_tokens, 0
-            outputs: list[Any] = []
+            pieces: dict[str, list[Any]] = {}
             try:
                 while done < self._num_new:
                     size = self._chunk_size(self._num_new - done)
                     out = self._step(held, done, size)
-                    if outputs and self._tokens_kept(done) == 0:
-                        outputs.clear()  # nothing before this chunk is asked for
-                    outputs.append(out)
+                    if size < self._num_new:
+                        self._collect(pieces, out, self._tokens_kept(done + size) - self._tokens_kept(done))
                     done += size
             except BaseException:
                 if self._table.num_tokens > held:
                     self._runtime.manager.truncate(self._table, held)
                 raise
-        return self._join(outputs)
+        return self._join(out, pieces)
+
+    @staticmethod
+    def _collect(pieces: dict[str, list[Any]], out: Any, kept: int) -> None:
+        """Keep of a chunk's output what the answer has of it: a prompt's logits may be gigabytes."""
+        for name in _JOINED:
+            if out.get(name) is not None and (name != "logits" or kept):
+                pieces.setdefault(name, []).append(out[name])
 
     def _chunk_size(self, left: int) -> int:
         wanted = min(self._runtime.config.prefill_chunk, left)
@@ -187,45 +193,12 @@ class _SplitForward:
                 arguments["logits_to_keep"] = max(1, min(size, kept))
         return arguments
 
-    def _join(self, outputs: list[Any]) -> Any:
-        out = outputs[-1]
-        if len(outputs) > 1:
-            for name in _JOINED:
-                if out.get(name) is not None:
-                    out[name] = torch.cat([part[name] for part in outputs], dim=1)
-            hidden = [part.get("hidden_states") for part in outputs]
-            if hidden[-1] is not None:
-                out["hidden_states"] = tuple(torch.cat(layer, dim=1) for layer in zip(*hidden, strict=True))
+    def _join(self, out: Any, pieces: dict[str, list[Any]]) -> Any:
+        for name, parts in pieces.items():
+            if name == "hidden_states":
+                out[name] = tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
+            else:
+                out[name] = torch.cat(parts, dim=1)
         if not self._returns_dict and hasattr(out, "to_tuple"):
             return out.to_tuple()
         return out
-
-
-def check_prompt(cache: TieredCache, input_ids: torch.Tensor, mask_length: int | None) -> None:
-    """Raise unless the prompt continues what the cache holds.
-
-    `generate` cuts `get_seq_length()` tokens off a prompt without looking at them, so another conversation's prompt
-    would silently be answered from this cache's KV.
-
-    Args:
-        input_ids: `[1, length]`: the whole transcript, or new tokens only when `mask_length` says so.
-        mask_length: tokens that the attention mask covers, if one is given.
-
-    Raises:
-        PromptMismatchError: the transcript departs from the cache, or adds nothing to it; the cache is unchanged.
-    """
-    held = cache.state.table.num_tokens
-    if held == 0 or (mask_length is not None and mask_length != input_ids.shape[1]):
-        return
-    if input_ids.shape[1] <= held:
-        raise PromptMismatchError(
-            f"the cache holds {held} tokens, the prompt has {input_ids.shape[1]}: pass the whole transcript with new "
-            "tokens at its end, or crop the cache first"
-        )
-    ids = input_ids[0, :held].tolist()
-    where = cache.state.table.first_difference(ids)
-    if where is not None:
-        raise PromptMismatchError(
-            f"the prompt departs from the cache's {held} tokens at token {where}: it is another conversation's, or "
-            f"was edited; use a new cache, or cache.crop({where - held})"
-        )

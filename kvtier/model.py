@@ -10,24 +10,14 @@ from typing import Any, Self
 
 import torch
 
-from kvtier.block_table import TokenSource
 from kvtier.config import KVTierConfig, load_config
 from kvtier.errors import AlreadyWrappedError, UnsupportedError
-from kvtier.forward import check_prompt, wrap
+from kvtier.forward import wrap_forward
+from kvtier.generate import wrap_generate
 from kvtier.hf import Patch, TieredCache, cache_keyword, describe, num_heads
 from kvtier.runtime import Runtime
 
-# generate() modes whose caches are reordered, cropped or fed by another model: exact in a later version.
-_MODES_LATER = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "prompt_lookup_num_tokens": None,
-    "assistant_model": None,
-    "penalty_alpha": None,
-    "guidance_scale": None,
-    "dola_layers": None,
-    "cache_implementation": None,
-}
+_WRAPPED = ("forward", "generate")
 
 
 class TieredKV:
@@ -61,14 +51,15 @@ class TieredKV:
         except BaseException:
             self._runtime.close()
             raise
-        # An instance attribute hides the class's method; one that is there already (device hooks) comes back on close.
-        own_forward = vars(model).get("forward")
+        # Instance attributes hide the class's methods; those that are there already (device hooks) come back on close.
+        own = {name: vars(model)[name] for name in _WRAPPED if name in vars(model)}
         self._keyword = cache_keyword(model.forward)
-        wrapped = wrap(model.forward, self._runtime)
-        wrapped.__kvtier__ = True  # type: ignore[attr-defined]  # marks a wrapped model
-        model.forward = wrapped
+        generate = wrap_generate(model.generate, self._runtime, self._keyword)
+        forward = wrap_forward(model.forward, self._runtime)
+        forward.__kvtier__ = True  # type: ignore[attr-defined]  # marks a wrapped model
+        model.forward, model.generate = forward, generate
         # Also when the wrapper is dropped without close, and at interpreter exit: threads stop, files go.
-        self._finalize = weakref.finalize(self, _unwrap, model, own_forward, patch, self._runtime)
+        self._finalize = weakref.finalize(self, _unwrap, model, own, patch, self._runtime)
 
     # -- using it -----------------------------------------------------------------------------------------------------
 
@@ -80,7 +71,7 @@ class TieredKV:
         with self._runtime.turn:
             return TieredCache(self._runtime)
 
-    def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with the KV on tiers: every argument that it takes.
 
         With `cache=tiered.new_cache()` several turns share one conversation: pass the whole transcript each time.
@@ -91,51 +82,13 @@ class TieredKV:
             CapacityError, BlockLostError, TransferTimeoutError: the cache is as it was before the step that failed.
         """
         self._runtime.check_open()
-        self._check_modes(kwargs)
-        cache = kwargs.pop("past_key_values", None) if kwargs.get("cache") is None else kwargs.pop("cache")
+        cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
         if cache is None:
-            cache = self.new_cache()
+            kwargs.pop("past_key_values", None)
+            kwargs["cache"] = self.new_cache()
         elif not isinstance(cache, TieredCache):
             raise UnsupportedError(f"cache is a {type(cache).__name__}: pass tiered.new_cache(), or none")
-        elif cache.state.runtime is not self._runtime:
-            raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
-        self._check_embeds(cache, kwargs)
-        ids = inputs if inputs is not None else kwargs.get("input_ids")
-        if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] == 1:
-            mask = kwargs.get("attention_mask")
-            check_prompt(cache, ids, mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None)
-        kwargs[self._keyword] = cache
-        manager, table = self._runtime.manager, cache.state.table
-        with self._runtime.turn:
-            manager.enter(table)
-        try:
-            return self.model.generate(inputs, **kwargs)
-        finally:
-            with self._runtime.turn:
-                manager.leave(table)
-
-    @staticmethod
-    def _check_embeds(cache: TieredCache, kwargs: dict[str, Any]) -> None:
-        table = cache.state.table
-        if table.num_tokens and (kwargs.get("inputs_embeds") is not None or table.source is TokenSource.EMBEDS):
-            raise UnsupportedError(
-                f"the cache holds {table.num_tokens} tokens and embeddings cannot be compared with them, so another "
-                "conversation's KV could be served: use a new cache, or pass the new embeddings to tiered(...)"
-            )
-
-    def _check_modes(self, kwargs: dict[str, Any]) -> None:
-        configs = (kwargs.get("generation_config"), self.model.generation_config)
-        for name, neutral in _MODES_LATER.items():
-            given = kwargs.get(name)
-            if given is None:
-                given = next((v for c in configs if c is not None and (v := getattr(c, name, None)) is not None), None)
-            if given is not None and given != neutral:
-                raise UnsupportedError(f"generate({name}={given!r:.40}) is not supported yet: greedy and sampling are")
-        if kwargs.get("use_cache") is False:
-            raise UnsupportedError("use_cache=False leaves nothing to tier: call model.generate")
-        for name in ("output_attentions", "custom_generate"):
-            if kwargs.get(name):
-                raise UnsupportedError(f"generate({name}={kwargs[name]!r:.40}) cannot be honoured with a tiered cache")
+        return self.model.generate(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in chunks of at most `prefill_chunk` new tokens; a new cache unless one is given."""
@@ -187,10 +140,9 @@ class TieredKV:
         return f"TieredKV({type(self.model).__name__}, {state})"
 
 
-def _unwrap(model: Any, own_forward: Callable[..., Any] | None, patch: Patch, runtime: Runtime) -> None:
+def _unwrap(model: Any, own: dict[str, Callable[..., Any]], patch: Patch, runtime: Runtime) -> None:
     patch.remove()
-    if own_forward is None:
-        vars(model).pop("forward", None)
-    else:
-        model.forward = own_forward
+    for name in _WRAPPED:
+        vars(model).pop(name, None)
+    vars(model).update(own)
     runtime.close()

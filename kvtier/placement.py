@@ -333,7 +333,7 @@ class Placement:
             for block in self._victims(tier, num_slots - done, running):
                 if self.residency[block].is_clean(tier):
                     self.drop_copy(block, tier)
-                elif (place := self._take_below(tier, num_slots - done)) is not None:
+                elif (place := self._take_below(tier, num_slots - done, idle_only)) is not None:
                     self.start(block, MovePurpose.DEMOTE, tier, *place)
                 else:
                     return done
@@ -366,14 +366,14 @@ class Placement:
             good += oldest
         return good
 
-    def _take_below(self, tier: Tier, num_wanted: int) -> tuple[Tier, Slot] | None:
+    def _take_below(self, tier: Tier, num_wanted: int, idle_only: bool) -> tuple[Tier, Slot] | None:
         """A slot on the next slower tier that has one, or None; then something below was started or all is full."""
         below = self.lower(tier)
         while below is not None:
             pool = self.pools[below]
             slot = pool.take()
             if slot is None and self._leaving[below] < num_wanted:
-                self.give_up(below, num_wanted - self._leaving[below])
+                self.give_up(below, num_wanted - self._leaving[below], idle_only=idle_only)
                 slot = pool.take()
             if slot is not None:
                 return below, slot

@@ -6,8 +6,17 @@ Cache object that `generate` sees.
 
 from __future__ import annotations
 
-from kvtier.hf.attention import Patch, current_step
+from kvtier.hf.attention import Patch, check_mask_kind, current_step
 from kvtier.hf.cache import TieredCache
 from kvtier.hf.describe import VERIFIED_FAMILIES, cache_keyword, describe, num_heads
 
-__all__ = ["VERIFIED_FAMILIES", "Patch", "TieredCache", "cache_keyword", "current_step", "describe", "num_heads"]
+__all__ = [
+    "VERIFIED_FAMILIES",
+    "Patch",
+    "TieredCache",
+    "cache_keyword",
+    "check_mask_kind",
+    "current_step",
+    "describe",
+    "num_heads",
+]

@@ -79,6 +79,13 @@ def _check_keywords(kwargs: dict[str, Any]) -> None:
             raise UnsupportedError(f"the attention keyword {name}={value!r:.60} cannot be honoured on tiered layers")
 
 
+def check_mask_kind(mask: Any) -> None:
+    """Raise UnsupportedError unless the attention mask that a caller passed is absent or 2D."""
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        kind = f"{mask.ndim}D" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise UnsupportedError(f"a {kind} attention_mask is not supported: pass a 2D mask of ones, or none")
+
+
 def mask_function(**kwargs: Any) -> Any:
     """transformers' mask interface: the model's own mask, or none for a blockwise step (causal by construction)."""
     opened = current_step.get()

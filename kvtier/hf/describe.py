@@ -79,6 +79,7 @@ def _reasons_against(model: PreTrainedModel, config: Any) -> dict[str, bool]:
     window = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     verified = ", ".join(VERIFIED_FAMILIES)
     return {
+        "it is not a causal language model: it cannot generate": not model.can_generate(),
         "it is an encoder-decoder model": bool(getattr(model.config, "is_encoder_decoder", False)),
         "it uses latent attention, whose cache is not K and V": getattr(config, "kv_lora_rank", None) is not None,
         "it has a sliding window": bool(window),
