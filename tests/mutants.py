@@ -1,0 +1,365 @@
+"""Seeds one bug at a time into a copy of the tree and sees that the fast tests notice. `make mutants`, or with names.
+
+A mutant is (name, file, exact old text, new text). The old text must occur exactly once: one that is no more is an
+error, so that this list follows the code. Exit status 1 if a mutant survives or cannot be made, or if the tree as it is
+fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_AT_ONCE = 2
+TIMEOUT_S = 120
+WRONG_MODULE = 97  # exit status of GUARD
+
+CORE_TESTS = (
+    *(f"tests/unit/test_{name}.py" for name in ("slots", "block_table", "residency", "plan", "manager")),
+    "tests/stateful/test_manager.py",
+)
+STORE_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_store.py")
+
+# Loaded by pytest in the copy: whatever the editable install points to, the mutated file must be what is tested.
+GUARD = f"""
+import importlib, os, pathlib, pytest
+
+def pytest_configure():
+    found = pathlib.Path(importlib.import_module(os.environ["KVTIER_MUTATED_MODULE"]).__file__).resolve()
+    if pathlib.Path(__file__).resolve().parent not in found.parents:
+        pytest.exit(f"tested {{found}} instead of the copy", returncode={WRONG_MODULE})
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return STORE_TESTS if self.file.startswith("kvtier/stores/") else CORE_TESTS
+
+    @property
+    def module(self) -> str:
+        return self.file.removesuffix(".py").replace("/", ".")
+
+
+MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
+RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
+NVME, SEGMENT, GPU, CPU = (f"kvtier/stores/{name}.py" for name in ("nvme", "segment", "gpu", "cpu"))
+
+MUTANTS = [
+    # the manager
+    Mutant("fork counts no holder", MANAGER, "residency[block].holders += 1", "residency[block].holders += 0"),
+    Mutant(
+        "stale tail copy kept after append",
+        MANAGER,
+        "for tier in [tier for tier in record.copies if tier is not Tier.GPU]:",
+        "for tier in [tier for tier in record.copies if tier not in Tier]:",
+    ),
+    Mutant(
+        "seal ignored on crop",
+        MANAGER,
+        "copies_tail = record.holders > 1 or record.state is BlockState.SEALED",
+        "copies_tail = record.holders > 1",
+    ),
+    Mutant(
+        "shared tail written in place",
+        MANAGER,
+        "copies_tail = record.holders > 1 or record.state is BlockState.SEALED",
+        "copies_tail = record.state is BlockState.SEALED",
+    ),
+    Mutant(
+        "moving tail not waited for",
+        MANAGER,
+        "placement.settle(tail)  # it may itself",
+        "pass  # it may itself",
+    ),
+    Mutant(
+        "shared block promoted twice",
+        MANAGER,
+        "if record.move is not None:  # listed twice",
+        "if record.holders == 0:  # listed twice",
+    ),
+    Mutant(
+        "tail not pinned during its step",
+        MANAGER,
+        "if tail is not None and not copies_tail and Tier.GPU in residency[tail].copies:\n"
+        "                self._pin(tail, pinned)\n            placement.make_room(Tier.GPU, wanted)\n",
+        "placement.make_room(Tier.GPU, wanted)\n"
+        "            if tail is not None and not copies_tail and Tier.GPU in residency[tail].copies:\n"
+        "                self._pin(tail, pinned)\n",
+    ),
+    Mutant(
+        "aborted step keeps its new blocks",
+        MANAGER,
+        "for block in (*(() if step.tail_copy is None else (step.tail_copy,)), *step.new_blocks):\n"
+        "            self.placement.release(block)",
+        "for block in step.new_blocks[1:]:\n            self.placement.release(block)",
+    ),
+    Mutant(
+        "demotion stops at high instead of low",
+        MANAGER,
+        "int(mark.low_frac * pool.ceiling)",
+        "int(mark.high_frac * pool.ceiling)",
+    ),
+    Mutant(
+        "promotion fills the tier past low",
+        MANAGER,
+        "room = int(placement.watermarks[tier].low_frac * pool.ceiling) - staying",
+        "room = pool.ceiling - staying",
+    ),
+    Mutant(
+        "open blocks copied down early",
+        MANAGER,
+        "for block in reversed(table.blocks[: table.num_full_blocks]):",
+        "for block in reversed(table.blocks):",
+    ),
+    # placement
+    Mutant(
+        "source dropped before commit",
+        PLACEMENT,
+        "self.start(block, MovePurpose.DEMOTE, tier, *place)",
+        "self.start(block, MovePurpose.DEMOTE, tier, *place); self.drop_copy(block, tier)",
+    ),
+    Mutant(
+        "source dropped though its copy failed",
+        PLACEMENT,
+        "            self._abandoned.discard(move.move_id)\n",
+        "            self._abandoned.discard(move.move_id)\n"
+        "            if move.purpose is MovePurpose.DEMOTE:\n"
+        "                self.drop_copy(move.block, move.source)\n",
+    ),
+    Mutant(
+        "promotions push running blocks down",
+        PLACEMENT,
+        "self.give_up(below, num_wanted - self._leaving[below], idle_only=idle_only)",
+        "self.give_up(below, num_wanted - self._leaving[below])",
+    ),
+    Mutant(
+        "failed move counted as done",
+        PLACEMENT,
+        "if result.status is not MoveStatus.DONE or move.move_id in self._abandoned:",
+        "if move.move_id in self._abandoned:",
+    ),
+    Mutant(
+        "dirty block evicted without a copy",
+        PLACEMENT,
+        "if self.residency[block].is_clean(tier):",
+        "if self.residency[block].is_clean(tier) or tier is Tier.CPU:",
+    ),
+    Mutant(
+        "ceiling not lowered on a full disk",
+        PLACEMENT,
+        "pool.lower_ceiling(result.available_slots)",
+        "pool.lower_ceiling(pool.num_slots)",
+    ),
+    Mutant(
+        "running blocks go before idle ones",
+        PLACEMENT,
+        "(False,) if idle_only else (False, True)",
+        "(False,) if idle_only else (True, False)",
+    ),
+    Mutant("pins ignored", PLACEMENT, "and not record.pins[self._tier]", "and record.pins is not None"),
+    Mutant(
+        "moving block moved again",
+        PLACEMENT,
+        "            and record.move is None\n            and not record.pins",
+        "            and not record.pins",
+    ),
+    Mutant(
+        "slot of a failed move leaks",
+        PLACEMENT,
+        "            self._abandoned.discard(move.move_id)\n"
+        "            self.pools[move.dest].give_back(move.dest_slot)\n",
+        "            self._abandoned.discard(move.move_id)\n",
+    ),
+    Mutant(
+        "abandoned tail copy keeps its slot",
+        PLACEMENT,
+        "self._abandoned.add(move.move_id)",
+        "self._abandoned.discard(move.move_id)",
+    ),
+    Mutant(
+        "policy not told of evictions",
+        PLACEMENT,
+        "        self.policies[tier].removed(block)\n",
+        "",
+    ),
+    Mutant(
+        "policy believed whatever it names",
+        PLACEMENT,
+        "good = [block for block in names if block in evictable]",
+        "good = [block for block in names if block in self.residency._records]",
+    ),
+    Mutant(
+        "policy that names nothing stops the house",
+        PLACEMENT,
+        "if self._oldest_first and len(good) < num_blocks:",
+        "if self._oldest_first and len(good) > num_blocks:",
+    ),
+    Mutant(
+        "unreadable block promoted for ever",
+        PLACEMENT,
+        "self.unreadable.add(move.block)",
+        "self.unreadable.discard(move.block)",
+    ),
+    # slots, residency, tables, plans
+    Mutant("double free accepted", SLOTS, "if slot not in self._taken:", "if slot < 0:"),
+    Mutant("slot beyond the ceiling handed out again", SLOTS, "if slot < self._ceiling:\n", "if slot >= 0:\n"),
+    Mutant(
+        "dropped copy still listed as redundant",
+        RESIDENCY,
+        "        slot = record.copies.pop(tier)\n        self.redundant[tier].pop(block, None)\n",
+        "        slot = record.copies.pop(tier)\n",
+    ),
+    Mutant("unpin drops every pin", RESIDENCY, "record.pins[tier] -= 1", "record.pins[tier] = 0"),
+    Mutant("clean even if the other copy is gone", RESIDENCY, "any(other > tier for", "any(other >= tier for"),
+    Mutant(
+        "crop drops the new tail",
+        TABLE,
+        "keep = -(-num_tokens // self.block_tokens)",
+        "keep = num_tokens // self.block_tokens",
+    ),
+    Mutant("forks share their list of blocks", TABLE, "twin.blocks = list(self.blocks)", "twin.blocks = self.blocks"),
+    Mutant("crop keeps the ids", TABLE, "        del self._ids[num_tokens:]\n", ""),
+    Mutant("runs bridge a gap", PLAN, "slot != last + 1:", "slot > last + 2:"),
+    # the stores
+    Mutant("nvme checksum not compared", NVME, "if actual != expected:", "if expected < 0:"),
+    Mutant(
+        "nvme checksum of another slice", NVME, "_verify(data, checksums[layer],", "_verify(data, checksums[layer - 1],"
+    ),
+    Mutant(
+        "nvme slice read from the next one's place",
+        NVME,
+        "self._read(segment, slot, self._offset_bytes(slot) + layer * self.shape.slice_bytes, data)",
+        "self._read(segment, slot, self._offset_bytes(slot) + (layer + 1) * self.shape.slice_bytes, data)",
+    ),
+    Mutant(
+        "nvme slots wrap one too early",
+        NVME,
+        "return slot % self._slots_per_segment * self.slot_bytes",
+        "return slot % max(1, self._slots_per_segment - 1) * self.slot_bytes",
+    ),
+    Mutant(
+        "nvme slot readable after a write that failed",
+        NVME,
+        "self._checksums.pop(slot, None)  # before",
+        "self._checksums.get(slot, None)  # before",
+    ),
+    Mutant(
+        "nvme segments not preallocated", SEGMENT, "os.posix_fallocate(fd, 0, num_bytes)", "os.ftruncate(fd, num_bytes)"
+    ),
+    Mutant("nvme truncated file read through its mapping", SEGMENT, "if size_bytes < end_bytes:", "if end_bytes < 0:"),
+    Mutant("nvme short writes believed", SEGMENT, "        while left:\n", "        if left:\n"),
+    Mutant("gpu values over keys", GPU, "offset_bytes + shape.key_bytes,", "offset_bytes,"),
+    Mutant(
+        "cpu slice of another layer",
+        CPU,
+        "start = layer * self.shape.slice_bytes",
+        "start = 0 * self.shape.slice_bytes",
+    ),
+]
+
+
+def make_copy(folder: Path) -> None:
+    """What the tests need of the tree. `policies` and the others appear under kvtier as they do when installed."""
+    ignored = shutil.ignore_patterns("__pycache__", ".*")
+    for name in ("kvtier", "policies", "configs", "benchmarks", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("policies", "configs", "benchmarks"):
+        (folder / "kvtier" / name).symlink_to(folder / name)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "mutant_guard.py").write_text(GUARD)
+
+
+def run_tests(folder: Path, module: str, tests: tuple[str, ...]) -> tuple[int, str]:
+    """Exit status of pytest in the copy, and its output. A run past the limit counts as a failed test: 1."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "KVTIER_MUTATED_MODULE": module,
+        "KVTIER_TEST_EXAMPLES": "150",
+        "KVTIER_TEST_FAST": "1",
+    }
+    arguments = ["-x", "-q", "-p", "mutant_guard", "-p", "no:cacheprovider", "--timeout", "60", "--tb=line", *tests]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *arguments],
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 1, f"FAILED by running for more than {TIMEOUT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def try_mutant(mutant: Mutant) -> tuple[str, str]:
+    """`caught`, `survived` or `error`, and by what."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as name:
+        folder = Path(name)
+        make_copy(folder)
+        path = folder / mutant.file
+        source = path.read_text()
+        if source.count(mutant.old) != 1:
+            return "error", f"its old text occurs {source.count(mutant.old)} times in {mutant.file}: mend the list"
+        path.write_text(source.replace(mutant.old, mutant.new))
+        status, output = run_tests(folder, mutant.module, mutant.tests)
+    if status == 0:
+        return "survived", ""
+    if status < 0:
+        return "caught", f"the tests' process died of signal {-status}"  # what a user would have seen too
+    if status != 1:
+        return "error", f"pytest ended with {status}: {output[-500:]}"
+    failed = re.findall(r"^FAILED (?:tests/)?(.+?)(?: - .*)?$|^ERROR (?:tests/)?(.+?)(?: - .*)?$", output, re.MULTILINE)
+    return "caught", "".join(failed[0]) if failed else "?"
+
+
+def try_unmutated() -> bool:
+    """Whether the tests pass on a copy as it is; otherwise catching mutants would prove nothing."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as name:
+        make_copy(Path(name))
+        status, output = run_tests(Path(name), "kvtier.manager", (*CORE_TESTS, *STORE_TESTS))
+    if status:
+        print(f"the tree as it is fails (pytest ended with {status}):\n{output[-3000:]}")
+    return status == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Seed bugs and see that the tests catch each.")
+    parser.add_argument("names", nargs="*", help="only mutants whose name contains one of these")
+    names = parser.parse_args().names
+    chosen = [mutant for mutant in MUTANTS if not names or any(name in mutant.name for name in names)]
+    started_s = time.monotonic()
+    if not try_unmutated():
+        return 1
+    print(f"the tree as it is passes ({time.monotonic() - started_s:.0f} s); {len(chosen)} mutants", flush=True)
+    counts = {"caught": 0, "survived": 0, "error": 0}
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        for mutant, (verdict, by) in zip(chosen, pool.map(try_mutant, chosen), strict=True):
+            counts[verdict] += 1
+            print(f"{verdict:9} {mutant.name:46} {mutant.file.removeprefix('kvtier/'):18} {by}", flush=True)
+    print(
+        ", ".join(f"{number} {verdict}" for verdict, number in counts.items()),
+        f"in {time.monotonic() - started_s:.0f} s",
+    )
+    return 0 if counts["caught"] == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Slot pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.errors import IntegrityError
+from kvtier.slots import SlotPool
+from kvtier.types import Slot
+
+
+def take(pool: SlotPool, num_slots: int) -> list[int | None]:
+    return [pool.take() for _ in range(num_slots)]
+
+
+def test_slots_are_handed_out_lowest_first_and_once() -> None:
+    pool = SlotPool(4)
+    assert take(pool, 5) == [0, 1, 2, 3, None]
+    pool.give_back(Slot(2))
+    pool.give_back(Slot(0))
+    assert take(pool, 3) == [0, 2, None]
+    pool.check_integrity()
+
+
+def test_counts() -> None:
+    pool = SlotPool(4)
+    take(pool, 3)
+    pool.give_back(Slot(1))
+    assert (pool.num_used, pool.num_free, pool.peak_used, pool.used_frac) == (2, 2, 3, 0.5)
+
+
+def test_a_slot_cannot_be_given_back_twice() -> None:
+    pool = SlotPool(2)
+    pool.take()
+    pool.give_back(Slot(0))
+    for slot in (0, 1, 7):
+        with pytest.raises(IntegrityError, match=f"slot {slot} was given back"):
+            pool.give_back(Slot(slot))
+    assert pool.num_free == 2
+    pool.check_integrity()
+
+
+def test_a_lowered_ceiling_retires_slots_as_they_come_back() -> None:
+    pool = SlotPool(5)
+    take(pool, 4)
+    pool.lower_ceiling(2)
+    assert (pool.ceiling, pool.num_free, pool.num_used) == (2, 0, 4)
+    pool.check_integrity()
+    pool.give_back(Slot(3))
+    pool.check_integrity()
+    assert pool.take() is None
+    pool.give_back(Slot(1))
+    assert take(pool, 2) == [1, None]
+    pool.check_integrity()
+
+
+def test_a_ceiling_only_goes_down() -> None:
+    pool = SlotPool(3)
+    pool.lower_ceiling(1)
+    pool.lower_ceiling(2)
+    assert pool.ceiling == 1
+    pool.lower_ceiling(-4)
+    assert pool.ceiling == 0
+    assert pool.take() is None
+
+
+def test_a_tier_without_slots_is_full() -> None:
+    assert SlotPool(0).used_frac == 1.0
+
+
+def test_integrity_sees_a_slot_that_is_free_and_in_use_and_one_that_is_lost() -> None:
+    pool = SlotPool(3)
+    pool._taken.add(0)
+    with pytest.raises(IntegrityError, match="free and in use"):
+        pool.check_integrity()
+    pool = SlotPool(3)
+    pool._free.pop()
+    with pytest.raises(IntegrityError, match="are not 3"):
+        pool.check_integrity()
