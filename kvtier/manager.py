@@ -16,6 +16,7 @@ from kvtier.plan import StepPlan
 from kvtier.residency import BlockState
 from kvtier.step import Step, StepState, Write
 from kvtier.types import BlockId, MovePurpose, SequenceId, Slot, Tier
+from kvtier.upkeep import Upkeep
 
 
 class TierManager:
@@ -25,18 +26,15 @@ class TierManager:
     sealed blocks copied down early, and running sequences' blocks promoted while there is room.
     """
 
-    # Background moves in flight at most: enough to keep the threads busy, few enough to stay out of a step's way.
-    MAX_BACKGROUND = 4
-
     def __init__(self, placement: Placement, block_tokens: int) -> None:
         self.placement = placement
+        self.upkeep = Upkeep(placement)
         self.block_tokens = block_tokens
         self.tables: dict[SequenceId, BlockTable] = {}
         self.dropped: deque[SequenceId] = deque()
         """Sequences whose cache was garbage-collected. Finalizers append here and take no lock."""
         self._running: dict[SequenceId, int] = {}
         self._last: SequenceId | None = None
-        self._to_copy_down: deque[BlockId] = deque(maxlen=4096)
         self._next_sequence = 0
 
     @property
@@ -109,9 +107,12 @@ class TierManager:
         # In place: evictable views hold this very set.
         running = self.placement.running_blocks
         running.clear()
-        for sequence in [*self._running, *([] if self._last is None else [self._last])]:
-            if sequence in self.tables:
-                running.update(self.tables[sequence].blocks)
+        for sequence in self._running_sequences():
+            running.update(self.tables[sequence].blocks)
+
+    def _running_sequences(self) -> list[SequenceId]:
+        last = [] if self._last is None or self._last in self._running else [self._last]
+        return [sequence for sequence in (*self._running, *last) if sequence in self.tables]
 
     def _seal(self, table: BlockTable) -> None:
         # From the end: all blocks before a sealed one are sealed, so this is O(newly sealed).
@@ -120,7 +121,7 @@ class TierManager:
             if record.state is BlockState.SEALED:
                 return
             record.state = BlockState.SEALED
-            self._to_copy_down.append(block)
+            self.upkeep.sealed(block)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,8 @@ class TierManager:
         if table.sequence not in self.tables:
             raise IntegrityError(f"sequence {table.sequence} is unknown")
         if self._last != table.sequence:
+            if self._last in self.tables and self._last not in self._running:
+                self._seal(self.tables[self._last])  # it goes idle
             self._last = table.sequence
             self._rebuild_running()
         self.poll()
@@ -269,77 +272,7 @@ class TierManager:
         """Do what is due between steps; waits for nothing. O(moves finished + blocks of running sequences)."""
         while self.dropped:
             self.drop_sequence(self.dropped.popleft())
-        placement = self.placement
-        placement.commit_arrived()
-        for tier in (Tier.GPU, Tier.CPU):
-            if tier in placement.pools and placement.lower(tier) is not None:
-                self._demote_to_low(tier)
-        self._copy_down()
-        self._promote()
-
-    def _demote_to_low(self, tier: Tier) -> None:
-        pool, mark = self.placement.pools[tier], self.placement.watermarks[tier]
-        if pool.used_frac <= mark.high_frac:
-            return
-        surplus = pool.num_used - self.placement.leaving(tier) - int(mark.low_frac * pool.ceiling)
-        if surplus > 0:
-            self.placement.give_up(tier, surplus)
-
-    def _copy_down(self) -> None:
-        """Write-behind: sealed blocks go to the cpu tier while it has room below its low watermark."""
-        placement = self.placement
-        pool = placement.pools.get(Tier.CPU)
-        if pool is None:
-            self._to_copy_down.clear()
-            return
-        limit = int(placement.watermarks[Tier.CPU].low_frac * pool.ceiling)
-        while self._to_copy_down and len(placement.moves) < self.MAX_BACKGROUND and pool.num_used < limit:
-            block = self._to_copy_down.popleft()
-            record = placement.residency.get(block)
-            if record is None or record.move is not None or record.fastest is not Tier.GPU or len(record.copies) > 1:
-                continue
-            slot = pool.take()
-            if slot is None:
-                return
-            placement.start(block, MovePurpose.WRITE_BEHIND, Tier.GPU, Tier.CPU, slot)
-
-    def _promote(self) -> None:
-        """Bring running sequences' blocks up while there is room below `low`; idle sequences' blocks make room."""
-        placement = self.placement
-        for tier in (Tier.GPU, Tier.CPU):
-            pool = placement.pools.get(tier)
-            spilled = self._spilled(tier, self.MAX_BACKGROUND - len(placement.moves))
-            if pool is None or not spilled:
-                continue
-            staying = pool.num_used - placement.leaving(tier)
-            room = int(placement.watermarks[tier].low_frac * pool.ceiling) - staying
-            if room <= 0:
-                room = placement.give_up(tier, len(spilled), idle_only=True)
-            for block in spilled[: max(0, room)]:
-                record = placement.residency[block]
-                if record.move is not None:  # listed twice (shared by a fork), or itself demoted to make this room
-                    continue
-                fastest = record.fastest
-                slot = None if fastest is None else pool.take()
-                if fastest is None or slot is None:
-                    break
-                placement.start(block, MovePurpose.PROMOTE, fastest, tier, slot)
-
-    def _spilled(self, tier: Tier, limit: int) -> list[BlockId]:
-        found: list[BlockId] = []
-        if limit < 1:
-            return found
-        placement = self.placement
-        sequences = [*self._running, *([] if self._last is None or self._last in self._running else [self._last])]
-        for sequence in sequences:
-            for block in self.tables[sequence].blocks:
-                record = placement.residency[block]
-                fastest = record.fastest
-                if fastest is not None and fastest > tier and record.move is None and block not in placement.unreadable:
-                    found.append(block)
-                    if len(found) == limit:
-                        return found
-        return found
+        self.upkeep.run([self.tables[sequence] for sequence in self._running_sequences()])
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every fact agrees with every other, and blocks are held exactly by the tables."""

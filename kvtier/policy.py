@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.types import EvictionPolicy, PrefetchPolicy
+from kvtier.log import logger
+from kvtier.types import BlockId, EvictionPolicy, PrefetchPolicy, SequenceId
 
 GROUP = "kvtier.policies"
 
@@ -73,3 +75,38 @@ def _build(cls: Callable[..., Any], name: str, key: str, **arguments: Any) -> An
 def _missing(policy: object, protocol: type) -> str:
     wanted = [name for name in vars(protocol) if not name.startswith("_") and callable(getattr(protocol, name))]
     return ", ".join(name for name in wanted if not callable(getattr(policy, name, None)))
+
+
+class GuardedPolicy(EvictionPolicy):
+    """A policy that may be a user's: what it raises is logged, once a method, and costs its advice, never a block."""
+
+    def __init__(self, policy: EvictionPolicy, tier_label: str) -> None:
+        self._policy, self._tier = policy, tier_label
+        self._logged: set[str] = set()
+
+    @contextmanager
+    def _guard(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if method not in self._logged:
+                self._logged.add(method)
+                logger.exception("the %s eviction policy's %s raised; going on without it", self._tier, method)
+
+    def inserted(self, block: BlockId, sequence: SequenceId, index: int) -> None:
+        with self._guard("inserted"):
+            self._policy.inserted(block, sequence, index)
+
+    def touched(self, blocks: Iterable[BlockId]) -> None:
+        with self._guard("touched"):
+            self._policy.touched(iter(blocks))  # not the block table's own list
+
+    def removed(self, block: BlockId) -> None:
+        with self._guard("removed"):
+            self._policy.removed(block)
+
+    def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
+        names: list[BlockId] = []
+        with self._guard("victims"):
+            names = list(dict.fromkeys(self._policy.victims(num_blocks, evictable)))[:num_blocks]
+        return names

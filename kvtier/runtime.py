@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvtier.budget import GpuBudget, split_gpu_budget
 from kvtier.config import KVTierConfig, NvmeTierConfig
 from kvtier.errors import BudgetError, ClosedError
 from kvtier.executor import StepExecutor, StepLimits
+from kvtier.log import logger
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
 from kvtier.placement import Placement, Watermark
@@ -30,8 +30,6 @@ from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.segment import sweep_stale, temporary_folder
 from kvtier.transfer import TransferEngine
 from kvtier.types import LayerGroup, Tier
-
-logger = logging.getLogger("kvtier")
 
 
 def cache_folder() -> Path:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from kvtier.log import rate_limit
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -13,3 +17,8 @@ except ImportError:  # the pure modules are tested without it too
     pass
 else:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _every_message_is_logged_anew() -> None:
+    rate_limit.reset()

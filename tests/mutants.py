@@ -60,6 +60,7 @@ class Mutant:
 
 
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
+MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
 NVME, SEGMENT, GPU, CPU = (f"kvtier/stores/{name}.py" for name in ("nvme", "segment", "gpu", "cpu"))
 
@@ -92,7 +93,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared block promoted twice",
-        MANAGER,
+        UPKEEP,
         "if record.move is not None:  # listed twice",
         "if record.holders == 0:  # listed twice",
     ),
@@ -114,13 +115,13 @@ MUTANTS = [
     ),
     Mutant(
         "demotion stops at high instead of low",
-        MANAGER,
+        UPKEEP,
         "int(mark.low_frac * pool.ceiling)",
         "int(mark.high_frac * pool.ceiling)",
     ),
     Mutant(
         "promotion fills the tier past low",
-        MANAGER,
+        UPKEEP,
         "room = int(placement.watermarks[tier].low_frac * pool.ceiling) - staying",
         "room = pool.ceiling - staying",
     ),
@@ -139,9 +140,9 @@ MUTANTS = [
     ),
     Mutant(
         "source dropped though its copy failed",
-        PLACEMENT,
-        "            self._abandoned.discard(move.move_id)\n",
-        "            self._abandoned.discard(move.move_id)\n"
+        MOVER,
+        "        if result.status is not MoveStatus.DONE or abandoned:\n",
+        "        if result.status is not MoveStatus.DONE or abandoned:\n"
         "            if move.purpose is MovePurpose.DEMOTE:\n"
         "                self.drop_copy(move.block, move.source)\n",
     ),
@@ -153,9 +154,9 @@ MUTANTS = [
     ),
     Mutant(
         "failed move counted as done",
-        PLACEMENT,
-        "if result.status is not MoveStatus.DONE or move.move_id in self._abandoned:",
-        "if move.move_id in self._abandoned:",
+        MOVER,
+        "if result.status is not MoveStatus.DONE or abandoned:",
+        "if abandoned:",
     ),
     Mutant(
         "dirty block evicted without a copy",
@@ -165,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "ceiling not lowered on a full disk",
-        PLACEMENT,
+        MOVER,
         "pool.lower_ceiling(result.available_slots)",
         "pool.lower_ceiling(pool.num_slots)",
     ),
@@ -184,20 +185,19 @@ MUTANTS = [
     ),
     Mutant(
         "slot of a failed move leaks",
-        PLACEMENT,
-        "            self._abandoned.discard(move.move_id)\n"
-        "            self.pools[move.dest].give_back(move.dest_slot)\n",
-        "            self._abandoned.discard(move.move_id)\n",
+        MOVER,
+        "DONE or abandoned:\n            self.pools[move.dest].give_back(move.dest_slot)\n",
+        "DONE or abandoned:\n            pass\n",
     ),
     Mutant(
         "abandoned tail copy keeps its slot",
-        PLACEMENT,
+        MOVER,
         "self._abandoned.add(move.move_id)",
         "self._abandoned.discard(move.move_id)",
     ),
     Mutant(
         "policy not told of evictions",
-        PLACEMENT,
+        MOVER,
         "        self.policies[tier].removed(block)\n",
         "",
     ),
@@ -215,7 +215,7 @@ MUTANTS = [
     ),
     Mutant(
         "unreadable block promoted for ever",
-        PLACEMENT,
+        MOVER,
         "self.unreadable.add(move.block)",
         "self.unreadable.discard(move.block)",
     ),

@@ -77,6 +77,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pins: list[tuple[BlockId, Tier]] = []
         self.token_ids = itertools.count(1)
         self.started = False
+        self.last: ModelSequence | None = None  # whose step was the last: another one's step makes it idle
 
     @initialize(
         gpu=st.integers(2, 6),
@@ -133,6 +134,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def begin(self, sequence: ModelSequence, num_new: int) -> Step | None:
         """A step, or None when there was no room, a loss or a hang: then the sequence must be as before."""
         num_failed = self.placement.metrics.moves_failed
+        if self.last is not None and self.last is not sequence and not self.last.entered:
+            self.last.seal()
+        self.last = sequence
         sequence.seal()
         try:
             step = self.manager.begin_step(sequence.table, num_new)
@@ -268,6 +272,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def drop(self, index: int, by_finalizer: bool) -> None:
         self.unpin_all()
         sequence = self.sequences.pop(index % len(self.sequences))
+        self.last = None if self.last is sequence else self.last
         if by_finalizer:
             self.manager.dropped.append(sequence.table.sequence)
             self.manager.poll()
@@ -287,6 +292,7 @@ class ManagerMachine(RuleBasedStateMachine):
         sequence.entered = max(0, sequence.entered - 1)
         if not sequence.entered:
             sequence.seal()
+            self.last = None if self.last is sequence else self.last
 
     # -- between steps ----------------------------------------------------------------------------------------------
 

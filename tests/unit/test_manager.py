@@ -206,7 +206,7 @@ def test_a_tail_that_is_demoted_further_to_make_its_own_room_is_waited_for() -> 
     house = build(gpu=2, cpu=2, nvme=4)
     engine = house.placement.engine = HandEngine()
     manager, placement = house.manager, house.placement
-    manager.MAX_BACKGROUND = 1  # type: ignore[misc]  # one write-behind, and nothing is promoted early
+    manager.upkeep.MAX_BACKGROUND = 1  # type: ignore[misc]  # one write-behind, and nothing is promoted early
     table = manager.new_sequence()
     manager.commit_step(manager.begin_step(table, 2), [1, 2])
     placement.give_up(Tier.GPU, 1)

@@ -1,0 +1,241 @@
+"""The copies of every block and the moves between them: what the tier manager does to single blocks.
+
+Writes residency on the manager's behalf and touches no tensor: an engine does the moving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
+from kvtier.log import logger
+from kvtier.metrics import Metrics, SequenceMetrics
+from kvtier.policy import GuardedPolicy
+from kvtier.residency import ResidencyTable
+from kvtier.slots import SlotPool
+from kvtier.types import (
+    BlockId,
+    Engine,
+    EvictionPolicy,
+    Move,
+    MovePurpose,
+    MoveResult,
+    MoveStatus,
+    SequenceId,
+    Slot,
+    Tier,
+)
+
+
+class Mover:
+    """Slots, copies and moves of every block. One thread at a time.
+
+    A tier that is absent has no pool. Every started move is in `moves` until its result has been committed: copy, check
+    (by the store), commit, free.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[Tier, SlotPool],
+        policies: Mapping[Tier, EvictionPolicy],
+        engine: Engine,
+        metrics: Metrics,
+        *,
+        block_bytes: int,
+        io_timeout_s: float,
+    ) -> None:
+        self.pools = dict(pools)
+        self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
+        self.engine = engine
+        self.metrics = metrics
+        self.block_bytes = block_bytes
+        self.io_timeout_s = io_timeout_s
+        self.residency = ResidencyTable()
+        self.running_blocks: set[BlockId] = set()
+        self.sequence_metrics: dict[SequenceId, SequenceMetrics] = {}
+        self.moves: dict[int, Move] = {}
+        self.unreadable: set[BlockId] = set()
+        """Blocks that a promotion failed to read: not tried again in the background. Reading them raises."""
+        self._abandoned: set[int] = set()
+        """Tail copies whose waiter gave up: their slot goes back when they end."""
+        self._outcomes: dict[int, MoveStatus | None] = {}
+        """Moves that somebody waits for, and how those ended that have."""
+        self._leaving: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._next_move = 0
+        self._failures = 0
+        self._last_error = ""
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> None:
+        """A valid copy appears: residency and the tier's policy learn of it together."""
+        self.residency.add_copy(block, tier, slot)
+        record = self.residency[block]
+        self.policies[tier].inserted(block, record.sequence, record.index)
+        self._note_only_copies()
+
+    def _note_only_copies(self) -> None:
+        self.metrics.only_copy_peak_blocks = max(self.metrics.only_copy_peak_blocks, self.residency.num_only_nvme)
+
+    def drop_copy(self, block: BlockId, tier: Tier) -> None:
+        """A copy goes, and its slot is free."""
+        self.pools[tier].give_back(self.residency.drop_copy(block, tier))
+        self.policies[tier].removed(block)
+        self._note_only_copies()
+
+    def release(self, block: BlockId) -> None:
+        """One holder fewer. Without holders the block goes, at once or when its move has ended."""
+        record = self.residency[block]
+        record.holders -= 1
+        if record.holders < 0:
+            raise IntegrityError(f"block {block} was released too often")
+        if record.holders == 0:
+            self.running_blocks.discard(block)
+            if record.move is None:
+                self._forget(block)
+
+    def _forget(self, block: BlockId) -> None:
+        for tier in list(self.residency[block].copies):
+            self.drop_copy(block, tier)
+        self.unreadable.discard(block)
+        self.residency.delete(block)
+
+    # -- moves ------------------------------------------------------------------------------------------------------
+
+    def start(self, block: BlockId, purpose: MovePurpose, source: Tier, dest: Tier, dest_slot: Slot) -> Move:
+        """Queue a copy of `block` into a slot that was taken for it. O(1)."""
+        record = self.residency[block]
+        if record.move is not None:
+            raise IntegrityError(f"block {block} is moving already")
+        move = Move(self._next_move, block, purpose, source, record.copies[source], dest, dest_slot)
+        self._next_move += 1
+        record.move = move
+        self.moves[move.move_id] = move
+        if purpose is MovePurpose.DEMOTE:
+            self._leaving[source] += 1
+        self.engine.start([move])
+        return move
+
+    def commit_arrived(self) -> None:
+        """Commit every move that has ended, without waiting."""
+        for result in self.engine.finished():
+            self._commit(result)
+
+    def wait(self) -> None:
+        """Wait for at least one result and commit what has arrived.
+
+        Raises:
+            TransferTimeoutError: nothing ended within `io_timeout_s`. The moves stay in flight and keep their slots.
+        """
+        started_s = time.monotonic()
+        results = self.engine.wait(self.io_timeout_s)
+        self.metrics.stall_s += time.monotonic() - started_s
+        for result in results:
+            self._commit(result)
+        if not results:
+            raise TransferTimeoutError(
+                f"no transfer ended within {self.io_timeout_s:g} s ({len(self.moves)} in flight): the disk hangs "
+                "or is overloaded; raise io_timeout_s or check it"
+            )
+
+    def settle(self, block: BlockId) -> None:
+        """Wait until `block` has no move in flight. Raises as `wait`."""
+        while (record := self.residency.get(block)) is not None and record.move is not None:
+            self.wait()
+
+    def _commit(self, result: MoveResult) -> None:
+        move = self.moves.pop(result.move.move_id, None)
+        if move is None:
+            raise IntegrityError(f"a result arrived for move {result.move.move_id}, which is not in flight")
+        if move.move_id in self._outcomes:
+            self._outcomes[move.move_id] = result.status
+        record = self.residency[move.block]
+        record.move = None
+        if move.purpose is MovePurpose.DEMOTE:
+            self._leaving[move.source] -= 1
+        if result.status is MoveStatus.DONE:
+            self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
+            if move.source is Tier.NVME:
+                self.metrics.nvme_sole_reads += len(record.copies) == 1
+                if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves
+                    self.sequence_metrics[record.sequence].nvme_read_bytes += self.block_bytes
+        else:
+            self._note_failure(result)
+        abandoned = move.move_id in self._abandoned
+        self._abandoned.discard(move.move_id)
+        if record.holders == 0:  # released while it moved
+            self.pools[move.dest].give_back(move.dest_slot)
+            self._forget(move.block)
+            return
+        if result.status is not MoveStatus.DONE or abandoned:
+            self.pools[move.dest].give_back(move.dest_slot)
+        elif move.purpose is not MovePurpose.COPY_TAIL:
+            self.add_copy(move.block, move.dest, move.dest_slot)
+            if move.purpose is MovePurpose.DEMOTE and not record.pins[move.source]:
+                self.drop_copy(move.block, move.source)
+
+    def _note_failure(self, result: MoveResult) -> None:
+        move = result.move
+        self.metrics.moves_failed += 1
+        self._failures += 1
+        self._last_error = result.error
+        if result.status is MoveStatus.NO_SPACE:
+            pool = self.pools[move.dest]
+            pool.lower_ceiling(result.available_slots)
+            logger.warning(
+                "the %s tier has room for %d blocks instead of %d (%s); going on with that",
+                move.dest.label, pool.ceiling, pool.num_slots, result.error,
+            )  # fmt: skip
+        else:
+            if move.dest < move.source:
+                self.unreadable.add(move.block)
+            logger.warning(
+                "%s to %s of block %d failed: %s", move.source.label, move.dest.label, move.block, result.error
+            )
+
+    def copy_now(self, block: BlockId, purpose: MovePurpose, dest_slot: Slot) -> None:
+        """Copy `block` from its fastest tier into a taken gpu slot and wait. PROMOTE adds the copy, COPY_TAIL not.
+
+        Raises:
+            BlockLostError: the block could not be read; the slot has been given back.
+            TransferTimeoutError: as `wait`; the slot stays with the move and is given back when it ends.
+        """
+        source = self.residency[block].fastest
+        if source is None:
+            self.pools[Tier.GPU].give_back(dest_slot)
+            raise BlockLostError(f"block {block} has no copy on any tier")
+        move = self.start(block, purpose, source, Tier.GPU, dest_slot)
+        self._outcomes[move.move_id] = None
+        try:
+            while move.move_id in self.moves:
+                self.wait()
+        except BaseException:
+            if purpose is MovePurpose.COPY_TAIL and move.move_id in self.moves:
+                self._abandoned.add(move.move_id)
+            elif purpose is MovePurpose.COPY_TAIL and self._outcomes[move.move_id] is MoveStatus.DONE:
+                self.pools[Tier.GPU].give_back(dest_slot)  # interrupted just behind the commit: nobody will own it
+            raise
+        finally:
+            outcome = self._outcomes.pop(move.move_id)
+        if outcome is not MoveStatus.DONE:
+            raise BlockLostError(f"block {block} cannot be read from {source.label}: {self._last_error}")
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless slots, copies, moves and policies agree."""
+        self.residency.check_integrity()
+        used: dict[Tier, set[Slot]] = {tier: set() for tier in self.pools}
+        for block in self.residency.blocks():
+            for tier, slot in self.residency[block].copies.items():
+                used[tier].add(slot)
+        for move in self.moves.values():
+            record = self.residency[move.block]
+            if record.move is not move:
+                raise IntegrityError(f"block {move.block} has two transfers")
+            if move.dest_slot in used[move.dest]:
+                raise IntegrityError(f"{move.dest.label} slot {move.dest_slot} is both owned and a destination")
+            used[move.dest].add(move.dest_slot)
+        for tier, pool in self.pools.items():
+            pool.check_integrity()
+            if pool.num_used != len(used[tier]):
+                raise IntegrityError(f"{tier.label}: {pool.num_used} slots in use, {len(used[tier])} have an owner")

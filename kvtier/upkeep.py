@@ -1,0 +1,95 @@
+"""What is due between steps: demotion above the watermarks, early copies down, and promotion while there is room."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from kvtier.block_table import BlockTable
+from kvtier.placement import Placement
+from kvtier.types import BlockId, MovePurpose, Tier
+
+
+class Upkeep:
+    """The tier manager's background work. Starts moves and waits for none."""
+
+    # Background moves in flight at most: enough to keep the threads busy, few enough to stay out of a step's way.
+    MAX_BACKGROUND = 4
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        # Bounded: a block that is forgotten here is copied down when it is demoted.
+        self._to_copy_down: deque[BlockId] = deque(maxlen=4096)
+
+    def sealed(self, block: BlockId) -> None:
+        """A block became final: it may be copied down early."""
+        self._to_copy_down.append(block)
+
+    def run(self, running: Sequence[BlockTable]) -> None:
+        """One round. O(moves finished + blocks of running sequences)."""
+        placement = self._placement
+        placement.commit_arrived()
+        for tier in (Tier.GPU, Tier.CPU):
+            if tier in placement.pools and placement.lower(tier) is not None:
+                self._demote_to_low(tier)
+        self._copy_down()
+        self._promote(running)
+
+    def _demote_to_low(self, tier: Tier) -> None:
+        placement = self._placement
+        pool, mark = placement.pools[tier], placement.watermarks[tier]
+        if pool.used_frac <= mark.high_frac:
+            return
+        surplus = pool.num_used - placement.leaving(tier) - int(mark.low_frac * pool.ceiling)
+        if surplus > 0:
+            placement.give_up(tier, surplus)
+
+    def _copy_down(self) -> None:
+        """Write-behind: sealed blocks go to the cpu tier while it has room below its low watermark."""
+        placement = self._placement
+        pool = placement.pools.get(Tier.CPU)
+        if pool is None:
+            self._to_copy_down.clear()
+            return
+        limit = int(placement.watermarks[Tier.CPU].low_frac * pool.ceiling)
+        while self._to_copy_down and len(placement.moves) < self.MAX_BACKGROUND and pool.num_used < limit:
+            block = self._to_copy_down.popleft()
+            record = placement.residency.get(block)
+            if record is None or record.move is not None or record.fastest is not Tier.GPU or len(record.copies) > 1:
+                continue
+            slot = pool.take()
+            if slot is None:
+                return
+            placement.start(block, MovePurpose.WRITE_BEHIND, Tier.GPU, Tier.CPU, slot)
+
+    def _promote(self, running: Sequence[BlockTable]) -> None:
+        """Bring running sequences' blocks up while there is room below `low`; idle sequences' blocks make room."""
+        placement = self._placement
+        for tier in (Tier.GPU, Tier.CPU):
+            pool = placement.pools.get(tier)
+            spilled = list(islice(self._spilled(tier, running), max(0, self.MAX_BACKGROUND - len(placement.moves))))
+            if pool is None or not spilled:
+                continue
+            staying = pool.num_used - placement.leaving(tier)
+            room = int(placement.watermarks[tier].low_frac * pool.ceiling) - staying
+            if room <= 0:
+                room = placement.give_up(tier, len(spilled), idle_only=True)
+            for block in spilled[: max(0, room)]:
+                record = placement.residency[block]
+                if record.move is not None:  # listed twice (shared by a fork), or itself demoted to make this room
+                    continue
+                fastest = record.fastest
+                slot = None if fastest is None else pool.take()
+                if fastest is None or slot is None:
+                    break
+                placement.start(block, MovePurpose.PROMOTE, fastest, tier, slot)
+
+    def _spilled(self, tier: Tier, running: Sequence[BlockTable]) -> Iterator[BlockId]:
+        placement = self._placement
+        for table in running:
+            for block in table.blocks:
+                record = placement.residency[block]
+                fastest = record.fastest
+                if fastest is not None and fastest > tier and record.move is None and block not in placement.unreadable:
+                    yield block
