@@ -72,6 +72,7 @@ class BlockTable:
         Raises:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
+        del self._ids[self.num_tokens :]  # an append that was interrupted here must not name tokens that are not held
         total = self.num_tokens + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
             raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")

@@ -20,6 +20,7 @@ class GpuBudget:
     slice_bytes: int
     scratch_bytes: int
     gather_bytes: int
+    """The gathered layer. What the model's own attention then allocates (repeated heads) is its, as without kvtier."""
     max_chunk: int
     rows_at_once: int
 
@@ -31,7 +32,7 @@ class GpuBudget:
 
 # Shares of the budget that fixed parts may take. A quarter for scratch keeps most of the tier for blocks; a sixteenth
 # for the ring is several layers ahead for models that need streaming at all; gathered needs a whole layer of the
-# longest context, once for us and once for each head group that the model's own attention repeats.
+# longest context.
 SCRATCH_SHARE = 4
 RING_SHARE = 16
 RING_MAX_BYTES = 256 << 20
@@ -97,5 +98,13 @@ def split_gpu_budget(
     ring_slices = max(2, ring_bytes // shape.slice_bytes) if streams else 0
     num_slots = (left - scratch - ring_slices * shape.slice_bytes) // slot_bytes
     return GpuBudget(
-        budget_bytes, num_slots, slot_bytes, ring_slices, shape.slice_bytes, scratch, share, chunk, rows
-    )  # fmt: skip
+        budget_bytes,
+        num_slots,
+        slot_bytes,
+        ring_slices,
+        shape.slice_bytes,
+        scratch,
+        share,
+        chunk,
+        rows,
+    )

@@ -165,7 +165,9 @@ class KVTierConfig(_Strict):
     eviction: EvictionConfig = Field(default=EvictionConfig(), description="a mapping such as {gpu: lru, cpu: lru}")
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="a mapping such as {policy: next_layers}")
     io_threads: int = Field(default=4, ge=1, le=64, description="a number of threads from 1 to 64")
-    io_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="seconds, more than 0")
+    io_timeout_s: float = Field(
+        default=60.0, gt=0, le=86400, allow_inf_nan=False, description="seconds, more than 0 and at most 86400"
+    )
 
     def __init__(self, **values: Any) -> None:
         check_shape(values)
@@ -218,8 +220,13 @@ def check_nvme_path(path: Path) -> None:
         ConfigError: the path is (or leads through) a file, or nothing can be written there.
     """
     existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    try:
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+    except OSError as error:  # a name that is too long, say
+        raise ConfigError(
+            f"tiers.nvme.path: {path} cannot be used ({error.strerror}). Mend: give a shorter one"
+        ) from None
     if not existing.is_dir():
         raise ConfigError(f"tiers.nvme.path: {path}: {existing} is not a folder. Mend: give a folder's path")
     try:

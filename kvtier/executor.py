@@ -119,11 +119,15 @@ class StepExecutor:
         finally:
             self.manager.abort_step(step)
 
-    def close(self) -> None:
-        """Stop streaming and let go of the arena."""
-        if self.ring is not None:
-            self.ring.close()
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is open. With the turn held, it can only be one of this very thread."""
+        return self._open is not None
+
+    def close(self) -> bool:
+        """Stop streaming and let go of the arena; whether all reads have ended."""
         self.gather_arena = torch.empty(0, dtype=torch.uint8)
+        return self.ring is None or self.ring.close()
 
 
 class OpenStep:
@@ -132,6 +136,7 @@ class OpenStep:
     def __init__(self, executor: StepExecutor, step: Step, plan: StepPlan) -> None:
         self._executor, self.step, self._plan = executor, step, plan
         self._metrics = executor.manager.metrics_of(step.table.sequence)
+        self._new: dict[int, tuple[int, int]] = {}
 
     @property
     def mode(self) -> AttentionMode:
@@ -167,18 +172,25 @@ class OpenStep:
         if keys.requires_grad or values.requires_grad:
             raise UnsupportedError("keys that require grad cannot be cached exactly: call under torch.no_grad()")
         self.step.append(layer, num_new)
+        self._new[layer] = (keys.data_ptr(), values.data_ptr())
         for write in self.step.writes:
             new, old = slice(write.offset, write.offset + write.count), slice(write.start, write.start + write.count)
             store.keys[position][write.slot, :, old] = keys[0, :, new]
             store.values[position][write.slot, :, old] = values[0, :, new]
 
-    def check_appended(self, layer: int) -> int:
-        """The layer's slice index; raises UnsupportedError if it did not append in this step."""
+    def _begin_attention(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """The layer's slice index.
+
+        Raises UnsupportedError unless K and V are what the layer appended in this step: a module that is called from
+        inside the step, but not as part of it, must not attend over this sequence.
+        """
         position = self._position(layer)
-        if layer not in self.step.appended:
+        if self._new.get(layer) != (keys.data_ptr(), values.data_ptr()) or layer in self.step.attended:
             raise UnsupportedError(
-                f"layer {layer} attends but appended nothing in this step: KV shared between layers is not supported"
+                f"layer {layer} attends with K and V that it did not append in this step: KV shared between layers, "
+                "changed after the append, or a call from inside the model's forward is not supported"
             )
+        self.step.attended.add(layer)
         return position
 
     def attend(
@@ -196,7 +208,7 @@ class OpenStep:
         Raises:
             BlockLostError, TransferTimeoutError: the step must be aborted.
         """
-        position = self.check_appended(layer)
+        position = self._begin_attention(layer, keys, values)
         kv_heads, num_new = self._executor.group.shape.kv_heads, self.step.num_new
         packed = pack(query, kv_heads)
         parts: list[Partial] = []
@@ -258,7 +270,7 @@ class OpenStep:
             BlockLostError, TransferTimeoutError: the step must be aborted.
         """
         executor, step, shape = self._executor, self.step, self._executor.group.shape
-        position = self.check_appended(layer)
+        position = self._begin_attention(layer, keys, values)
         total = step.committed + step.num_new
         key_bytes = total * shape.kv_heads * shape.key_dim * shape.element_bytes
         value_bytes = total * shape.kv_heads * shape.value_dim * shape.element_bytes

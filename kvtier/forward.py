@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from kvtier.errors import BudgetError, UnsupportedError
 from kvtier.executor import OpenStep
-from kvtier.hf import TieredCache, cache_keyword, check_mask_kind, current_step
+from kvtier.hf import TieredCache, WrappedMethod, cache_keyword, check_mask_kind, check_process, current_step
 from kvtier.runtime import Runtime
 from kvtier.types import AttentionMode
 
@@ -27,20 +26,30 @@ def wrap_forward(original: Callable[..., Any], runtime: Runtime) -> Callable[...
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
     keeps_logits = "logits_to_keep" in signature.parameters
 
-    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(*args, **kwargs).arguments) if args else dict(kwargs)
         if rest is not None:
             arguments.update(arguments.pop(rest, {}))
         cache = arguments.get(keyword, arguments.get("past_key_values"))
         if not isinstance(cache, TieredCache):
-            return original(*args, **kwargs)
-        cache.state.check_open()
+            return _plainly(original, args, kwargs)
         if cache.state.runtime is not runtime:
+            cache.state.check_open()
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
         return _SplitForward(original, runtime, cache, arguments, keeps_logits).run()
 
-    return forward
+    return WrappedMethod(original, forward)
+
+
+def _plainly(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if current_step.get() is None:
+        return original(*args, **kwargs)
+    # Called from a hook inside a step: it is not part of that step.
+    before = current_step.set(None)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        current_step.reset(before)
 
 
 class _SplitForward:
@@ -56,7 +65,6 @@ class _SplitForward:
     ) -> None:
         self._original, self._runtime, self._cache, self._arguments = original, runtime, cache, arguments
         self._table = cache.state.table
-        self._num_new = self._check()
         self._returns_dict = arguments.get("return_dict") is not False
         keep = arguments.get("logits_to_keep", 0)
         self._keep = keep if isinstance(keep, int) else None
@@ -86,6 +94,7 @@ class _SplitForward:
         if arguments.get("use_cache") is False:
             raise UnsupportedError("use_cache=False with a TieredCache: leave the cache out to run without one")
         self._check_mask(arguments.get("attention_mask"), held + num_new)
+        self._cache.state.check_weights()
         positions = arguments.get("position_ids")
         if positions is not None:
             expected = torch.arange(held, held + num_new, device=positions.device)
@@ -119,6 +128,8 @@ class _SplitForward:
         """
         with self._runtime.turn:
             self._runtime.check_open()
+            check_process(self._runtime.pid)
+            self._num_new = self._check()
             held, done = self._table.num_tokens, 0
             pieces: dict[str, list[Any]] = {}
             try:
@@ -128,6 +139,8 @@ class _SplitForward:
                     if size < self._num_new:
                         self._collect(pieces, out, self._tokens_kept(done + size) - self._tokens_kept(done))
                     done += size
+                    if done < self._num_new:
+                        self._runtime.turn.check()
             except BaseException:
                 if self._table.num_tokens > held:
                     self._runtime.manager.truncate(self._table, held)
@@ -166,6 +179,7 @@ class _SplitForward:
         before = current_step.set(opened)
         try:
             out = self._original(**arguments)
+            self._runtime.turn.check()  # the last place where a Ctrl-C leaves the state as before the step
         except BaseException:
             executor.abort(opened.step)
             raise

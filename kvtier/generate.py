@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from kvtier.block_table import TokenSource
 from kvtier.errors import PromptMismatchError, UnsupportedError
-from kvtier.hf import TieredCache, check_mask_kind
+from kvtier.hf import TieredCache, WrappedMethod, check_mask_kind
 from kvtier.runtime import Runtime
 
 # Modes whose caches are reordered, cropped or fed by another model: exact in a later version. Name and neutral value.
@@ -33,7 +32,6 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
         keyword: what the model calls its cache.
     """
 
-    @functools.wraps(original)
     def generate(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
         if not isinstance(cache, TieredCache):
@@ -54,7 +52,7 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
             with runtime.turn:
                 runtime.manager.leave(cache.state.table)
 
-    return generate
+    return WrappedMethod(original, generate)
 
 
 def _check(original: Callable[..., Any], cache: TieredCache, arguments: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +16,7 @@ from kvtier.config import KVTierConfig, load_config
 from kvtier.errors import AlreadyWrappedError, UnsupportedError
 from kvtier.forward import wrap_forward
 from kvtier.generate import wrap_generate
-from kvtier.hf import Patch, TieredCache, cache_keyword, describe, num_heads
+from kvtier.hf import Patch, TieredCache, WrappedMethod, cache_keyword, describe, num_heads, weights_mark
 from kvtier.runtime import Runtime
 
 _WRAPPED = ("forward", "generate")
@@ -41,11 +43,11 @@ class TieredKV:
 
     def __init__(self, model: Any, config: str | Path | Mapping[str, Any] | KVTierConfig | None = None) -> None:
         loaded = load_config(config)
-        if hasattr(getattr(model, "forward", None), "__kvtier__"):
+        if isinstance(getattr(model, "forward", None), WrappedMethod):
             raise AlreadyWrappedError("this model is wrapped by a live TieredKV: close() that one first, or use it")
         group = describe(model, loaded.block_tokens)
         self.model = model
-        self._runtime = Runtime(group, loaded, num_heads(model))
+        self._runtime = Runtime(group, loaded, num_heads(model), functools.partial(weights_mark, model))
         try:
             patch = Patch.apply(model)
         except BaseException:
@@ -55,9 +57,7 @@ class TieredKV:
         own = {name: vars(model)[name] for name in _WRAPPED if name in vars(model)}
         self._keyword = cache_keyword(model.forward)
         generate = wrap_generate(model.generate, self._runtime, self._keyword)
-        forward = wrap_forward(model.forward, self._runtime)
-        forward.__kvtier__ = True  # type: ignore[attr-defined]  # marks a wrapped model
-        model.forward, model.generate = forward, generate
+        model.forward, model.generate = wrap_forward(model.forward, self._runtime), generate
         # Also when the wrapper is dropped without close, and at interpreter exit: threads stop, files go.
         self._finalize = weakref.finalize(self, _unwrap, model, own, patch, self._runtime)
 
@@ -124,8 +124,15 @@ class TieredKV:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free every tier and leave the model as it was before wrapping. Idempotent."""
-        self._finalize()
+        """Free every tier and leave the model as it was before wrapping. Idempotent. Waits for a running step.
+
+        Raises:
+            UnsupportedError: called from inside a step, by a hook or a logits processor of it; nothing was closed.
+        """
+        with self._runtime.turn:
+            if self._runtime.executor.is_open:
+                raise UnsupportedError("close() inside a step of the same TieredKV: call it when forward has returned")
+            self._finalize()
 
     def __enter__(self) -> Self:
         return self
@@ -141,8 +148,14 @@ class TieredKV:
 
 
 def _unwrap(model: Any, own: dict[str, Callable[..., Any]], patch: Patch, runtime: Runtime) -> None:
-    patch.remove()
-    for name in _WRAPPED:
-        vars(model).pop(name, None)
-    vars(model).update(own)
-    runtime.close()
+    if runtime.pid != os.getpid():
+        return  # a forked child: threads, files and folder are the parent's
+    # With the turn: a step that runs on another thread must not lose its attention half-way.
+    with runtime.turn:
+        if runtime.executor.is_open:
+            return  # dropped inside its own step: goes with the process
+        patch.remove()
+        for name in _WRAPPED:
+            vars(model).pop(name, None)
+        vars(model).update(own)
+        runtime.close()

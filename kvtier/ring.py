@@ -118,10 +118,9 @@ class SliceRing:
         cell = number % self.num_cells
         layer, first, used = number // self._groups_per_layer, cell * self.cell_slices, self._used.pop(cell, None)
         share = -(-len(sources) // self._num_threads)
-        self._reads[number] = [
-            self._pool.submit(self._read, sources[at : at + share], layer, first + at, used)
-            for at in range(0, len(sources), share)
-        ]
+        reads = self._reads[number] = []  # known before the first read runs: `drain` must miss none
+        for at in range(0, len(sources), share):
+            reads.append(self._pool.submit(self._read, sources[at : at + share], layer, first + at, used))
 
     def _read(self, sources: Sequence[Source], layer: int, first: int, used: torch.cuda.Event | None) -> None:
         if used is not None:
@@ -170,6 +169,12 @@ class SliceRing:
             raise TransferTimeoutError(f"{len(late)} reads hang for more than io_timeout_s ({self._io_timeout_s:g} s)")
         self._reads.clear()
 
-    def close(self) -> None:
-        """Stop the threads. Idempotent."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def close(self) -> bool:
+        """Stop the threads; whether all reads have ended. One that hangs is left to itself. Idempotent."""
+        try:
+            self.drain()
+        except TransferTimeoutError:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            return False
+        self._pool.shutdown(wait=True)
+        return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvtier.stores.gpu import slot_bytes as gpu_slot_bytes
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.segment import sweep_stale, temporary_folder
 from kvtier.transfer import TransferEngine
+from kvtier.turn import Turn
 from kvtier.types import LayerGroup, Tier
 
 
@@ -37,24 +39,36 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
 
 
+@contextmanager
+def _budget_error(key: str, budget_bytes: int) -> Iterator[None]:
+    """Allocation errors, which torch raises as RuntimeError, by the name of the budget that asked for too much."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise BudgetError(f"{key}: {budget_bytes} bytes cannot be allocated: lower it ({error})") from error
+
+
 class Runtime:
     """Stores, pools, manager, engine and executor of one layer group.
 
     `turn` serialises steps: one thread at a time holds it for one forward. Everything below it is single-threaded.
     """
 
-    def __init__(self, group: LayerGroup, config: KVTierConfig, heads: int) -> None:
+    def __init__(self, group: LayerGroup, config: KVTierConfig, heads: int, weights_mark: Callable[[], int]) -> None:
         """Allocate the gpu and cpu tiers and own the nvme folder.
 
         Args:
             heads: query heads, for the scratch of attention.
+            weights_mark: a number that changes with the model's weights.
 
         Raises:
             ConfigError, BudgetError, FolderInUseError: nothing stays allocated.
         """
         self.group, self.config, self.mode = group, config, config.attention
-        self.turn = threading.RLock()
+        self.turn = Turn()
         self.closed = False
+        self.pid = os.getpid()
+        self.weights_mark = weights_mark
         self.metrics = Metrics()
         self._stores: dict[Tier, Store] = {}
         self._engine: TransferEngine | None = None
@@ -76,7 +90,8 @@ class Runtime:
         self.budgets: dict[Tier, int] = {Tier.GPU: self.gpu_budget.budget_bytes}
         self._build_lower(device)
         dtype: torch.dtype = getattr(torch, group.dtype)
-        gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, device)
+        with _budget_error("tiers.gpu.budget", self.gpu_budget.budget_bytes):
+            gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, device)
         self._stores[Tier.GPU] = gpu
         self._stores = dict(sorted(self._stores.items()))
         self._pools = {tier: SlotPool(store.num_slots) for tier, store in self._stores.items()}
@@ -145,7 +160,8 @@ class Runtime:
                     f"{shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
                 )
             self.budgets[Tier.CPU] = cpu_bytes
-            self._stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
+            with _budget_error("tiers.cpu.budget", cpu_bytes):
+                self._stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
 
     def _nvme_folder(self, nvme: NvmeTierConfig) -> Path:
         root = nvme.path if nvme.path is not None else cache_folder() / "runs"
@@ -178,7 +194,8 @@ class Runtime:
         """Plain values; see docs/stats.md for each field. Commits what has arrived first."""
         with self.turn:
             self.check_open()
-            self.manager.poll()
+            if not self.executor.is_open:  # from a hook: nothing may change place under a running step
+                self.manager.poll()
             metrics = self.metrics
             return {
                 "attention": self.mode.value,
@@ -249,11 +266,14 @@ class Runtime:
             if self.closed:
                 return
             self.closed = True
-            self.executor.close()
+            if not self.executor.close():
+                logger.warning("reads still hang after io_timeout_s: the nvme folder is left as it is")
+                return
             self._close_stores()
 
     def _close_stores(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        if self._engine is not None and not self._engine.close(self.config.io_timeout_s):
+            logger.warning("transfers still hang after io_timeout_s: the nvme folder is left as it is")
+            return  # a store that is being read or written cannot be taken away
         for store in self._stores.values():
             store.close()

@@ -20,7 +20,9 @@ class SlotPool:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._ceiling = num_slots
-        self._free = list(range(num_slots))  # a heap; sorted already
+        self._fresh = 0
+        """The lowest slot never handed out: those behind it are free too, and take no memory here."""
+        self._free: list[int] = []  # a heap of slots given back, all below _fresh
         self._taken: set[int] = set()
         self.peak_used = 0
 
@@ -32,7 +34,7 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         """Slots that `take` can still hand out."""
-        return len(self._free)
+        return len(self._free) + max(0, self._ceiling - self._fresh)
 
     @property
     def num_used(self) -> int:
@@ -46,9 +48,12 @@ class SlotPool:
 
     def take(self) -> Slot | None:
         """Hand out the lowest free slot, or None when there is none."""
-        if not self._free:
+        if self._free:
+            slot = heapq.heappop(self._free)
+        elif self._fresh < self._ceiling:
+            slot, self._fresh = self._fresh, self._fresh + 1
+        else:
             return None
-        slot = heapq.heappop(self._free)
         self._taken.add(slot)
         self.peak_used = max(self.peak_used, len(self._taken))
         return Slot(slot)
@@ -77,5 +82,5 @@ class SlotPool:
         if len(free) != len(self._free) or free & self._taken:
             raise IntegrityError("a slot is free twice, or free and in use")
         below = {slot for slot in self._taken if slot < self._ceiling}
-        if len(free) + len(below) != self._ceiling or any(slot >= self._ceiling for slot in free):
-            raise IntegrityError(f"{len(free)} free + {len(below)} used slots are not {self._ceiling}")
+        if len(free) + len(below) != min(self._fresh, self._ceiling) or any(slot >= self._ceiling for slot in free):
+            raise IntegrityError(f"{len(free)} free + {len(below)} used slots are not {self._fresh} of {self._ceiling}")

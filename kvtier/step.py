@@ -44,6 +44,7 @@ class Step:
     tail_copy: BlockId | None
     state: StepState = StepState.OPEN
     appended: dict[int, int] = field(default_factory=dict)
+    attended: set[int] = field(default_factory=set)
 
     def length(self, layer: int) -> int:
         """Logical length that `layer` sees: committed plus that layer's pending tokens."""
@@ -72,4 +73,10 @@ class Step:
             raise UnsupportedError(
                 f"the model ran but did not fill its cache: layers {missing[:8]} of {num_layers} appended nothing; "
                 "the cache argument is swallowed somewhere, or the model skips layers"
+            )
+        if self.attended != set(self.appended):
+            missing = sorted(set(self.appended) - self.attended)
+            raise UnsupportedError(
+                f"layers {missing[:8]} attended without kvtier, to the new tokens alone: the model's attention "
+                "implementation was changed after wrapping; close() the TieredKV, set it, and wrap again"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,6 +30,7 @@ class TransferEngine:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-move")
         self._results: queue.SimpleQueue[MoveResult] = queue.SimpleQueue()
         self._in_flight = 0
+        self._running: set[int] = set()
         self._closed = False
 
     def start(self, moves: Sequence[Move]) -> None:
@@ -65,10 +67,14 @@ class TransferEngine:
         """Started moves whose result has not been handed out."""
         return self._in_flight
 
-    def close(self) -> None:
-        """Stop taking moves, drop those not begun, wait for those that run."""
+    def close(self, timeout_s: float) -> bool:
+        """Stop taking moves and drop those not begun; whether those that run ended within `timeout_s`. Idempotent."""
         self._closed = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        deadline_s = time.monotonic() + timeout_s
+        while self._running and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return not self._running
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
@@ -80,6 +86,7 @@ class TransferEngine:
         return event
 
     def _run(self, move: Move, ready: torch.cuda.Event | None) -> None:
+        self._running.add(move.move_id)
         try:
             if ready is None:
                 self._copy(move)
@@ -94,6 +101,7 @@ class TransferEngine:
             result = MoveResult(move, MoveStatus.NO_SPACE, str(error), error.available_slots)
         except BaseException as error:  # whatever it is, the move must be reported: an unreported one is a hang
             result = MoveResult(move, MoveStatus.FAILED, f"{type(error).__name__}: {error}")
+        self._running.discard(move.move_id)
         self._results.put(result)
 
     def _copy(self, move: Move) -> None:

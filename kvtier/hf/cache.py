@@ -23,6 +23,19 @@ class CacheState:
 
     runtime: Runtime
     table: BlockTable
+    weights: int = 0
+    """Mark of the weights that the tokens held were computed with."""
+
+    def check_weights(self) -> None:
+        """Raise UnsupportedError if the model is no longer the one that made this KV."""
+        now = self.runtime.weights_mark()
+        if self.table.num_tokens == 0:
+            self.weights = now
+        elif self.weights != now:
+            raise UnsupportedError(
+                f"the model's weights changed since this cache's {self.table.num_tokens} tokens were computed: its KV "
+                "is an old model's; use a new cache, or cache.reset()"
+            )
 
     def check_open(self) -> None:
         """Raise ClosedError once the wrapper is closed."""
@@ -88,9 +101,9 @@ class TieredCache(Cache):
     Dropping the object frees its blocks at the next step of any cache. `copy.deepcopy` forks: blocks are shared.
     """
 
-    def __init__(self, runtime: Runtime, table: BlockTable | None = None) -> None:
+    def __init__(self, runtime: Runtime, table: BlockTable | None = None, weights: int = 0) -> None:
         table = runtime.manager.new_sequence() if table is None else table
-        self.state = CacheState(runtime, table)
+        self.state = CacheState(runtime, table, weights)
         layers: list[Any] = [TieredLayer(self.state, layer) for layer in runtime.group.layers]
         super().__init__(layers=layers)
         # Takes no lock and runs no code of ours in the collector: the next step drains the deque.
@@ -111,7 +124,8 @@ class TieredCache(Cache):
         """A cache of its own with the same tokens; full blocks are shared, tails copied when either side appends."""
         self.state.check_open()
         with self.state.runtime.turn:
-            return TieredCache(self.state.runtime, self.state.runtime.manager.fork(self.state.table))
+            twin = self.state.runtime.manager.fork(self.state.table)
+            return TieredCache(self.state.runtime, twin, self.state.weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         return self.fork()

@@ -141,7 +141,8 @@ class NvmeStore(Store):
             if not 0 <= slot < self._backed_slots() or len(checksums) != self.shape.num_layers:
                 raise IntegrityError(f"nvme store: slot {slot} has {len(checksums)} checksums and no backing")
         for index, segment in enumerate(list(self._segments)):
-            if segment.num_bytes != self._segment_bytes(index):
+            planned = self._segment_bytes(index)
+            if segment.num_bytes > planned or (segment.num_bytes < planned and index < len(self._segments) - 1):
                 raise IntegrityError(f"nvme store: {segment.path} was made with {segment.num_bytes} bytes")
 
     def close(self) -> None:
@@ -163,11 +164,15 @@ class NvmeStore(Store):
         self._check_open()
         headroom_bytes = self._headroom_bytes()
         ceiling_bytes = self.used_bytes()
+        last = len(self._segments) - 1
+        if last >= 0 and self._segments[last].num_bytes < self._segment_bytes(last):
+            return ceiling_bytes
         for index in range(len(self._segments), self._num_segments()):
-            headroom_bytes -= self._segment_bytes(index)
-            if headroom_bytes < 0:
+            fits_bytes = min(self._segment_bytes(index), headroom_bytes) // self.slot_bytes * self.slot_bytes
+            headroom_bytes -= fits_bytes
+            ceiling_bytes += fits_bytes
+            if fits_bytes < self._segment_bytes(index):
                 return min(ceiling_bytes, self.budget_bytes)
-            ceiling_bytes += self._segment_bytes(index)
         return self.budget_bytes
 
     def prefetch(self, slot: Slot, layer: int) -> None:
@@ -185,25 +190,41 @@ class NvmeStore(Store):
                 # In order, so that "slots with backing" is a prefix; the pool hands out low slots first.
                 while index >= len(self._segments):
                     self._check_open()
+                    self._check_last_is_whole()
                     self._segments.append(self._new_segment(len(self._segments)))
+        if slot >= self._backed_slots():
+            self._check_last_is_whole()
         return self._segments[index]
 
+    def _check_last_is_whole(self) -> None:
+        """A segment that had to be made shorter than planned is the last one."""
+        last = len(self._segments) - 1
+        if last >= 0 and self._segments[last].num_bytes < self._segment_bytes(last):
+            available = self._backed_slots()
+            raise NoSpaceError(f"nvme store: {self.folder} had room for {available} slots and no more", available)
+
     def _new_segment(self, index: int) -> Segment:
-        num_bytes, available = self._segment_bytes(index), self._backed_slots()
+        """As long as planned, or as long as the disk has room for."""
+        available = self._backed_slots()
         name = f"segment-{index:05d}.kvt"
         path = self.folder / name
-        if self._headroom_bytes() < num_bytes:
+        num_slots = min(self._segment_bytes(index), self._headroom_bytes()) // self.slot_bytes
+        if num_slots < 1:
             raise NoSpaceError(
                 f"nvme store: {path} would leave less than {self._reserve_free_frac:.0%} of the disk free; {available} "
                 "slots have backing. Free some space or lower the nvme budget",
                 available,
             )
-        try:
-            segment = self._folder.create(name, num_bytes)
-        except OSError as error:
-            if error.errno in NO_SPACE_ERRNOS:
-                raise no_space(error, path, available) from error
-            raise _io_error(error, "making a segment", path) from error
+        while True:
+            try:
+                segment = self._folder.create(name, num_slots * self.slot_bytes)
+                break
+            except OSError as error:
+                if error.errno not in NO_SPACE_ERRNOS:
+                    raise _io_error(error, "making a segment", path) from error
+                if num_slots == 1:
+                    raise no_space(error, path, available) from error
+                num_slots //= 2  # a quota or a file size limit: no call tells how much is left
         # Measured, since no formula knows every file system (huge pages of a tmpfs, extent sizes of xfs).
         used_bytes = self.used_bytes() + segment.allocated_bytes()
         if used_bytes > self.budget_bytes:
@@ -223,7 +244,9 @@ class NvmeStore(Store):
         return min(self._slots_per_segment, self.num_slots - first) * self.slot_bytes
 
     def _backed_slots(self) -> int:
-        return min(len(self._segments) * self._slots_per_segment, self.num_slots)
+        if not self._segments:
+            return 0
+        return (len(self._segments) - 1) * self._slots_per_segment + self._segments[-1].num_bytes // self.slot_bytes
 
     def _offset_bytes(self, slot: Slot) -> int:
         """Within the slot's segment."""

@@ -273,6 +273,9 @@ def test_layers_append_once_and_all_of_them() -> None:
         with pytest.raises(UnsupportedError, match=f"layer {layer} appended {num_tokens} tokens"):
             step.append(layer, num_tokens)
     step.append(1, 3)
+    with pytest.raises(UnsupportedError, match="layers \\[0, 1\\] attended without kvtier"):
+        step.check_complete(2)
+    step.attended |= {0, 1}
     step.check_complete(2)
     house.manager.abort_step(step)
     with pytest.raises(IntegrityError, match="aborted"):

@@ -70,10 +70,13 @@ def test_a_tier_without_slots_is_full() -> None:
 
 def test_integrity_sees_a_slot_that_is_free_and_in_use_and_one_that_is_lost() -> None:
     pool = SlotPool(3)
-    pool._taken.add(0)
+    slot = pool.take()
+    pool.give_back(slot)
+    pool._taken.add(slot)
     with pytest.raises(IntegrityError, match="free and in use"):
         pool.check_integrity()
     pool = SlotPool(3)
+    pool.give_back(pool.take())
     pool._free.pop()
-    with pytest.raises(IntegrityError, match="are not 3"):
+    with pytest.raises(IntegrityError, match="are not 1 of 3"):
         pool.check_integrity()
