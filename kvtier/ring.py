@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,6 +68,9 @@ class SliceRing:
         self._num_threads, self._io_timeout_s = num_threads, io_timeout_s
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-stream")
         self._reads: dict[int, list[Future[None]]] = {}
+        self._running = threading.Condition()
+        self._num_running = 0
+        self._generation = 0
         self._used: dict[int, torch.cuda.Event | None] = {}
         self._sources: Sequence[Source] = ()
         self._groups_per_layer = 0
@@ -118,9 +123,24 @@ class SliceRing:
         cell = number % self.num_cells
         layer, first, used = number // self._groups_per_layer, cell * self.cell_slices, self._used.pop(cell, None)
         share = -(-len(sources) // self._num_threads)
-        reads = self._reads[number] = []  # known before the first read runs: `drain` must miss none
+        reads = self._reads[number] = []
         for at in range(0, len(sources), share):
-            reads.append(self._pool.submit(self._read, sources[at : at + share], layer, first + at, used))
+            part = sources[at : at + share]
+            reads.append(self._pool.submit(self._guarded_read, self._generation, part, layer, first + at, used))
+
+    def _guarded_read(self, generation: int, *arguments: Any) -> None:
+        # Counted by the reader itself, not by whoever holds its future: an exception may come between submitting a read
+        # and noting its future, and a late read must never write into a buffer that another step uses.
+        with self._running:
+            if generation != self._generation:
+                return
+            self._num_running += 1
+        try:
+            self._read(*arguments)
+        finally:
+            with self._running:
+                self._num_running -= 1
+                self._running.notify_all()
 
     def _read(self, sources: Sequence[Source], layer: int, first: int, used: torch.cuda.Event | None) -> None:
         if used is not None:
@@ -161,12 +181,12 @@ class SliceRing:
         Raises:
             TransferTimeoutError: a read still hangs; it is waited for again at the next call.
         """
-        for reads in self._reads.values():
-            for read in reads:
-                read.cancel()
-        _, late = wait([read for reads in self._reads.values() for read in reads], timeout=self._io_timeout_s)
-        if late:
-            raise TransferTimeoutError(f"{len(late)} reads hang for more than io_timeout_s ({self._io_timeout_s:g} s)")
+        with self._running:
+            self._generation += 1  # what has not begun never will
+            if not self._running.wait_for(lambda: self._num_running == 0, timeout=self._io_timeout_s):
+                raise TransferTimeoutError(
+                    f"{self._num_running} reads hang for more than io_timeout_s ({self._io_timeout_s:g} s)"
+                )
         self._reads.clear()
 
     def close(self) -> bool:

@@ -10,12 +10,15 @@ from typing import Any
 
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
+# Those whose handlers are known to raise: Ctrl-C, time limits, orderly ends.
+_SIGNALS = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)
+
 # How long a wait for another thread's turn may keep Ctrl-C back.
 _POLL_S = 0.1
 
 
 class Turn:
-    """A re-entrant lock that also keeps SIGINT back while it is held, on the main thread.
+    """A re-entrant lock that also keeps Ctrl-C and other signals back while it is held, on the main thread.
 
     A KeyboardInterrupt can come between any two instructions; in the middle of a commit it would leave a slot without
     owner, or a read still writing into a buffer that the next step uses. So the signal is noted while the turn is held,
@@ -25,60 +28,64 @@ class Turn:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
-        self._handler: _Handler = None
-        self._pending: tuple[int, FrameType | None] | None = None
+        self._handlers: dict[int, _Handler] = {}
+        self._pending: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> Turn:
-        handler = self._hold_back()
+        handlers = self._hold_back()
         try:
             while not self._lock.acquire(timeout=_POLL_S):
-                if handler is not None:
-                    self._deliver(handler)
+                self._deliver(handlers)
         except BaseException:
-            if handler is not None:
-                signal.signal(signal.SIGINT, handler)
+            self._put_back(handlers)
             raise
         self._depth += 1
-        if handler is not None:
-            self._handler = handler
+        if handlers:
+            self._handlers = handlers
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._depth -= 1
-        handler: _Handler = None
-        pending = None
+        handlers: dict[int, _Handler] = {}
         if self._depth == 0:
-            handler, self._handler = self._handler, None
+            handlers, self._handlers = self._handlers, handlers
         self._lock.release()
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
-            pending, self._pending = self._pending, None
-        if pending is not None and kind is not KeyboardInterrupt and callable(handler):
-            handler(*pending)
+        self._put_back(handlers)
+        if kind is not KeyboardInterrupt:
+            self._deliver(handlers)
 
     def check(self) -> None:
-        """Deliver a Ctrl-C that came while the turn was held: usually raises KeyboardInterrupt."""
-        if self._handler is not None:
-            self._deliver(self._handler)
+        """Deliver what came while the turn was held: a Ctrl-C usually raises KeyboardInterrupt."""
+        self._deliver(self._handlers)
 
     # -- signals ------------------------------------------------------------------------------------------------------
 
-    def _hold_back(self) -> _Handler:
-        """Note SIGINT from here on; returns the handler to put back, None where there is nothing to do."""
+    def _hold_back(self) -> dict[int, _Handler]:
+        """Note signals from here on; returns the handlers to put back, none where there is nothing to do."""
         if threading.current_thread() is not threading.main_thread():
-            return None
-        handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler) or handler == self._note:
-            return None  # ignored, the system's own, not Python's, or ours already: an inner turn
-        signal.signal(signal.SIGINT, self._note)
-        return handler
+            return {}
+        handlers: dict[int, _Handler] = {}
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            # Only what Python code handles can raise; ours is there already in an inner turn.
+            if callable(handler) and handler != self._note:
+                handlers[number] = handler
+                signal.signal(number, self._note)
+        return handlers
+
+    @staticmethod
+    def _put_back(handlers: dict[int, _Handler]) -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._pending = (number, frame)
+        self._pending.append((number, frame))
 
-    def _deliver(self, handler: _Handler) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None and callable(handler):
-            handler(*pending)
+    def _deliver(self, handlers: dict[int, _Handler]) -> None:
+        while handlers and self._pending:
+            number, frame = self._pending.pop(0)
+            handler = handlers.get(number)
+            if callable(handler):
+                handler(number, frame)
