@@ -82,7 +82,7 @@ def _load_folder(folder: Path, name: str, console: Console) -> LoadedModel:
                 folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = " ".join((str(error).strip() or type(error).__name__).split())[:300]
             raise ConfigError(f"--model {folder}: transformers cannot load it: {reason}") from error
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return LoadedModel(model.to(device).eval(), tokenizer, name)

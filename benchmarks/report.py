@@ -114,6 +114,12 @@ def print_summary(console: Console, document: dict[str, Any]) -> None:
         f"(tolerance {document['tolerance']:.2e}); facts: {document['facts_right']} of {document['facts_asked']} "
         f"right, {document['wrong_facts']} wrong by kvtier"
     )
+    if not document["tiers"]["nvme"]["only_copy_peak_bytes"]:
+        console.print(
+            "nothing lay on nvme alone: the budgets were large enough for these conversations. Give more or longer "
+            "ones (--sessions, --context), or a config with smaller budgets",
+            style="yellow",
+        )
     for kind in ("errors", "budget_violations", "leaks"):
         for problem in document[kind]:
             console.print(f"{kind.replace('_', ' ')}: {problem}", style="red", markup=False)

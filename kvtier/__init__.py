@@ -20,8 +20,12 @@ __all__ = ["KVTierConfig", "TieredKV", "__version__"]
 def __getattr__(name: str) -> Any:
     # Lazy, so that the pure modules (config, policies, manager) import with torch absent.
     if name == "TieredKV":
-        from kvtier.model import TieredKV
-
+        try:
+            from kvtier.model import TieredKV
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            raise ImportError("TieredKV wraps models of transformers, which is not installed: kvtier[hf]") from error
         return TieredKV
     if name == "KVTierConfig":
         from kvtier.config import KVTierConfig

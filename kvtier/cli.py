@@ -77,7 +77,7 @@ def soak(
     for output in outputs:
         _check_writable(output)
     # The benchmarks stand above the library and need transformers: they are looked up when they are asked for.
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr="-" in outputs)  # standard output is then the report's alone
     with console.status("Starting …"):
         benchmark: Any = importlib.import_module("kvtier.benchmarks.soak")
     options = benchmark.SoakOptions(

@@ -102,14 +102,14 @@ def check_prompt(cache: TieredCache, input_ids: torch.Tensor, mask_length: int |
     held = cache.state.table.num_tokens
     if held == 0 or (mask_length is not None and mask_length != input_ids.shape[1]):
         return
-    if input_ids.shape[1] <= held:
-        raise PromptMismatchError(
-            f"the cache holds {held} tokens, the prompt has {input_ids.shape[1]}: pass the whole transcript with new "
-            "tokens at its end, or crop the cache first"
-        )
     where = cache.state.table.first_difference(input_ids[0, :held].tolist())
     if where is not None:
         raise PromptMismatchError(
             f"the prompt departs from the cache's {held} tokens at token {where}: it is another conversation's, or "
             f"was edited; use a new cache, or cache.crop({where - held})"
+        )
+    if input_ids.shape[1] <= held:
+        raise PromptMismatchError(
+            f"the cache holds {held} tokens, the prompt has {input_ids.shape[1]}: pass the whole transcript with new "
+            "tokens at its end, or crop the cache first"
         )

@@ -109,7 +109,7 @@ class Placement(Mover):
         cause = f"; last error: {self._last_error}" if self._failures else ""
         return (
             f"no tier takes another block: {num_slots} slots of {self.block_bytes} bytes are needed on {tier.label}; "
-            f"{state}{cause}. Raise a tier's budget, close caches that are done with, or shorten the prompt"
+            f"{state}{cause}. Raise a tier's budget, drop or reset() caches that are done with, or shorten the prompt"
         )
 
     def residency_pins(self, tier: Tier) -> int:

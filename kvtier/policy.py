@@ -45,7 +45,7 @@ def _find(name: str, key: str) -> Callable[..., Any]:
         try:
             found: Any = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{key}: {name} cannot be imported: {error}") from error
+            raise ConfigError(f"{key}: {name} cannot be imported: {error}; is its folder on PYTHONPATH?") from error
         return _callable(found, name, key)
     known = {point.name: point for point in entry_points(group=GROUP)}
     if name not in known:

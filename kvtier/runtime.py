@@ -151,7 +151,13 @@ class Runtime:
                 nvme_bytes = min(nvme_bytes, cpu_bytes // 2)
                 cpu_bytes -= nvme_bytes
             self.budgets[Tier.NVME] = nvme_bytes
-            self._stores[Tier.NVME] = NvmeStore(shape, nvme_bytes, folder, persistent=tiers.nvme.path is not None)
+            store = NvmeStore(shape, nvme_bytes, folder, persistent=tiers.nvme.path is not None)
+            self._stores[Tier.NVME] = store
+            if store.ceiling_bytes() < nvme_bytes:
+                logger.warning(
+                    "tiers.nvme.budget is %d bytes, but the disk of %s has room for %d while 5%% of it stays free: "
+                    "going on with that", nvme_bytes, folder, store.ceiling_bytes(),
+                )  # fmt: skip
         if cpu_bytes:
             num_slots = cpu_bytes // cpu_slot_bytes(shape)
             if num_slots < 1:
@@ -160,6 +166,12 @@ class Runtime:
                     f"{shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
                 )
             self.budgets[Tier.CPU] = cpu_bytes
+            in_memory = cpu_bytes + (self.budgets[Tier.GPU] if device.type == "cpu" else 0)
+            if in_memory > system.memory_limit_bytes():
+                logger.warning(
+                    "the budgets in host memory add up to %d bytes, and the process may use %d: lower them, or it may "
+                    "be killed when they fill", in_memory, system.memory_limit_bytes(),
+                )  # fmt: skip
             with _budget_error("tiers.cpu.budget", cpu_bytes):
                 self._stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
 

@@ -76,8 +76,9 @@ class NvmeStore(Store):
         self.num_slots = _slots_within(budget_bytes, self.slot_bytes, self._slots_per_segment)
         if self.num_slots < 1:
             raise BudgetError(
-                f"nvme budget {budget_bytes} bytes is below its minimum of {min_budget_bytes(shape)}: one slot of "
-                f"{self.slot_bytes} and {min_budget_bytes(shape) - self.slot_bytes} for the folder, lock and file index"
+                f"tiers.nvme.budget is {budget_bytes} bytes, its minimum is {min_budget_bytes(shape)}: one slot of "
+                f"{self.slot_bytes} and {min_budget_bytes(shape) - self.slot_bytes} for the folder, lock and index. "
+                "Raise it, lower block_tokens, or leave the nvme tier out"
             )
         self.budget_bytes = budget_bytes
         self.persistent = persistent

@@ -238,7 +238,8 @@ def _take_lock(folder_fd: int, path: Path) -> int:
         except BlockingIOError:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise FolderInUseError(
-                f"nvme folder {path} belongs to process {owner}, which is alive; give this one another folder"
+                f"nvme folder {path} belongs to process {owner}, which is alive: set tiers.nvme.path "
+                "to another folder, or leave it out for a temporary one"
             ) from None
         if os.stat(_LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(fd).st_ino:
             raise FolderInUseError(f"nvme folder {path} is being removed by its owner; try again")
