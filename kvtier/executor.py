@@ -12,7 +12,7 @@ import torch
 
 from kvtier.attention import Partial, causal_attention, finish, merge, pack, partial_attention
 from kvtier.block_table import BlockTable
-from kvtier.errors import BudgetError, CapacityError, IntegrityError, UnsupportedError
+from kvtier.errors import BudgetError, IntegrityError, UnsupportedError
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
 from kvtier.plan import StepPlan
@@ -52,8 +52,8 @@ class StepExecutor:
         self._open: Step | None = None
         self.positions = {layer: position for position, layer in enumerate(group.layers)}
         device = torch.device(group.device)
-        # An fp32 arena aligned for any dtype: bits of the gathered call depend on 64-byte-aligned K and V.
-        self.gather_arena = torch.empty(limits.gather_bytes + 64, dtype=torch.uint8, device=device)
+        # A byte arena that starts aligned: bits of the gathered call depend on 64-byte-aligned K and V.
+        self.gather_arena = torch.empty(limits.gather_bytes // 64 * 64, dtype=torch.uint8, device=device)
         self.gather_start = -self.gather_arena.data_ptr() % 64
 
     def chunk(self, table: BlockTable) -> int:
@@ -88,15 +88,21 @@ class StepExecutor:
 
     def _check_gather(self, num_tokens: int) -> None:
         shape = self.group.shape
-        key = num_tokens * shape.kv_heads * shape.key_dim * shape.element_bytes
-        value = num_tokens * shape.kv_heads * shape.value_dim * shape.element_bytes
-        needed = key + -key % 64 + value
-        if needed > self.limits.gather_bytes:
+        needed = self.gather_start + sum(self.layer_bytes(num_tokens))
+        if needed > self.gather_arena.numel():
             raise BudgetError(
                 f"attention: gathered assembles one layer: {num_tokens} tokens x {shape.kv_heads} kv heads x "
                 f"({shape.key_dim} + {shape.value_dim}) x {shape.element_bytes} bytes = {needed} bytes, and the gpu "
                 f"budget leaves room for {self.limits.gather_bytes}; raise tiers.gpu.budget or use attention: blockwise"
             )
+
+    def layer_bytes(self, num_tokens: int) -> tuple[int, int]:
+        """Bytes of one assembled layer: K, padded so that V behind it is aligned, and V."""
+        shape = self.group.shape
+        key_bytes, value_bytes = (
+            num_tokens * shape.kv_heads * dim * shape.element_bytes for dim in (shape.key_dim, shape.value_dim)
+        )
+        return key_bytes + -key_bytes % 64, value_bytes
 
     def commit(self, opened: OpenStep, token_ids: Sequence[int] | None) -> None:
         """Commit a step whose forward has returned; raises UnsupportedError (and aborts) if a layer did not append."""
@@ -272,17 +278,12 @@ class OpenStep:
         executor, step, shape = self._executor, self.step, self._executor.group.shape
         position = self._begin_attention(layer, keys, values)
         total = step.committed + step.num_new
-        key_bytes = total * shape.kv_heads * shape.key_dim * shape.element_bytes
-        value_bytes = total * shape.kv_heads * shape.value_dim * shape.element_bytes
-        start = executor.gather_start
-        middle = start + key_bytes + -key_bytes % 64
-        if middle + value_bytes > executor.gather_arena.numel():
-            raise CapacityError(f"one layer of {total} tokens does not fit the gathered room")
-        arena = executor.gather_arena
-        whole_keys = arena[start : start + key_bytes].view(keys.dtype).view(shape.kv_heads, total, shape.key_dim)
-        whole_values = (
-            arena[middle : middle + value_bytes].view(keys.dtype).view(shape.kv_heads, total, shape.value_dim)
-        )
+        padded_bytes, _ = executor.layer_bytes(total)
+        # There is room: it was checked when the step was opened.
+        arena = executor.gather_arena[executor.gather_start :].view(keys.dtype)
+        heads, middle = shape.kv_heads, padded_bytes // shape.element_bytes
+        whole_keys = arena[: heads * total * shape.key_dim].view(heads, total, shape.key_dim)
+        whole_values = arena[middle : middle + heads * total * shape.value_dim].view(heads, total, shape.value_dim)
         store, block_tokens = executor.store, shape.block_tokens
 
         def put(index: int, length: int, block_keys: torch.Tensor, block_values: torch.Tensor) -> None:

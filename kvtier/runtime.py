@@ -24,11 +24,10 @@ from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
-from kvtier.stores.cpu import slot_bytes as cpu_slot_bytes
 from kvtier.stores.gpu import GpuStore
-from kvtier.stores.gpu import slot_bytes as gpu_slot_bytes
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.segment import sweep_stale, temporary_folder
+from kvtier.stores.slab import SlabStore, slot_bytes
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
 from kvtier.types import LayerGroup, Tier
@@ -134,7 +133,7 @@ class Runtime:
         return split_gpu_budget(
             tiers.gpu.budget.resolve(free_bytes),
             shape,
-            slot_bytes=gpu_slot_bytes(shape),
+            slot_bytes=slot_bytes(shape),
             heads=heads,
             prefill_chunk=self.config.prefill_chunk,
             mode=self.mode,
@@ -159,10 +158,10 @@ class Runtime:
                     "going on with that", nvme_bytes, folder, store.ceiling_bytes(),
                 )  # fmt: skip
         if cpu_bytes:
-            num_slots = cpu_bytes // cpu_slot_bytes(shape)
+            num_slots = cpu_bytes // slot_bytes(shape)
             if num_slots < 1:
                 raise BudgetError(
-                    f"tiers.cpu.budget is {cpu_bytes} bytes, its minimum is {cpu_slot_bytes(shape)}: one block of "
+                    f"tiers.cpu.budget is {cpu_bytes} bytes, its minimum is {slot_bytes(shape)}: one block of "
                     f"{shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
                 )
             self.budgets[Tier.CPU] = cpu_bytes
@@ -235,12 +234,10 @@ class Runtime:
             return {"budget_bytes": 0, "used_bytes": 0, "peak_bytes": 0, "ceiling_bytes": 0, "num_slots": 0,
                     "used_slots": 0, "hit_frac": 0.0, "slices_read": 0, **self._only_copies(tier)}  # fmt: skip
         fixed = self.gpu_budget.fixed_bytes if tier is Tier.GPU else 0
-        slot_bytes = {Tier.GPU: gpu_slot_bytes, Tier.CPU: cpu_slot_bytes}.get(tier)
-        if slot_bytes is None:  # segments are never given back before close, so now is the peak
+        if isinstance(store, SlabStore):
+            used, peak = (fixed + num * store.slot_bytes for num in (pool.num_used, pool.peak_used))
+        else:  # segments are never given back before close, so now is the peak
             used = peak = store.used_bytes()
-        else:
-            each = slot_bytes(self.group.shape)
-            used, peak = fixed + pool.num_used * each, fixed + pool.peak_used * each
         stats: dict[str, Any] = {
             "budget_bytes": self.budgets[tier],
             "used_bytes": used,

@@ -11,8 +11,7 @@ import torch
 
 from kvtier.errors import ClosedError, NoSpaceError
 from kvtier.stores.base import Store
-from kvtier.stores.cpu import CpuStore
-from kvtier.stores.gpu import GpuStore
+from kvtier.stores.slab import SlabStore
 from kvtier.types import Move, MoveResult, MoveStatus, Slot, Tier
 
 
@@ -106,12 +105,12 @@ class TransferEngine:
 
     def _copy(self, move: Move) -> None:
         source, dest = self._stores[move.source], self._stores[move.dest]
-        if isinstance(source, GpuStore | CpuStore):
+        if isinstance(source, SlabStore):
             block = source.block(move.source_slot)
-            if block.is_cuda and not isinstance(dest, GpuStore | CpuStore):
+            if block.is_cuda and not isinstance(dest, SlabStore):
                 block = block.cpu()  # files are written from host memory
             dest.write(move.dest_slot, block)
-        elif isinstance(dest, GpuStore | CpuStore) and not dest.block(move.dest_slot).is_cuda:
+        elif isinstance(dest, SlabStore) and not dest.block(move.dest_slot).is_cuda:
             source.read(move.source_slot, dest.block(move.dest_slot))
         else:
             staging = torch.empty(source.shape.block_bytes, dtype=torch.uint8)
@@ -131,7 +130,7 @@ class TransferEngine:
         if not out.is_cuda:
             store.read_slice(slot, layer, out)
             return
-        if isinstance(store, CpuStore):
+        if isinstance(store, SlabStore):
             staging = store.slice(slot, layer)
         else:
             staging = torch.empty(store.shape.slice_bytes, dtype=torch.uint8)

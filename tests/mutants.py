@@ -62,7 +62,7 @@ class Mutant:
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
-NVME, SEGMENT, GPU, CPU = (f"kvtier/stores/{name}.py" for name in ("nvme", "segment", "gpu", "cpu"))
+NVME, SEGMENT, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "segment", "gpu", "slab"))
 
 MUTANTS = [
     # the manager
@@ -269,8 +269,8 @@ MUTANTS = [
     Mutant("nvme short writes believed", SEGMENT, "        while left:\n", "        if left:\n"),
     Mutant("gpu values over keys", GPU, "offset_bytes + shape.key_bytes,", "offset_bytes,"),
     Mutant(
-        "cpu slice of another layer",
-        CPU,
+        "slab slice of another layer",
+        SLAB,
         "start = layer * self.shape.slice_bytes",
         "start = 0 * self.shape.slice_bytes",
     ),

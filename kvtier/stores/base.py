@@ -65,6 +65,11 @@ class Store(ABC):
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"{self.tier.label} store: slot {slot} is outside 0 … {self.num_slots - 1}")
 
+    def check_layer(self, layer: int) -> None:
+        """Raise IndexError for a slice that no block has: a negative one would silently give another."""
+        if not 0 <= layer < self.shape.num_layers:
+            raise IndexError(f"{self.tier.label} store: layer {layer} is outside 0 … {self.shape.num_layers - 1}")
+
     def check_buffer(self, buffer: torch.Tensor, num_bytes: int) -> None:
         """Raise ValueError unless `buffer` is contiguous uint8 of `num_bytes`."""
         if buffer.dtype != torch.uint8 or buffer.numel() != num_bytes or not buffer.is_contiguous():

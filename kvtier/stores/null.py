@@ -32,7 +32,7 @@ class NullStore(Store):
         out.copy_(_tensor(self._written(slot)))
 
     def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
-        self._check_layer(layer)
+        self.check_layer(layer)
         self.check_buffer(out, self.shape.slice_bytes)
         start = layer * self.shape.slice_bytes
         out.copy_(_tensor(self._written(slot)[start : start + self.shape.slice_bytes]))
@@ -55,10 +55,6 @@ class NullStore(Store):
         if slot not in self._bytes_by_slot:
             raise StoreError(f"{self.tier.label} store: slot {slot} was never written")
         return self._bytes_by_slot[slot]
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.shape.num_layers:  # a negative one would silently give another slice
-            raise IndexError(f"{self.tier.label} store: layer {layer} is outside 0 … {self.shape.num_layers - 1}")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -14,9 +14,9 @@ import xxhash
 
 from kvtier.errors import BudgetError, ChecksumError, ClosedError, IntegrityError, NoSpaceError, StoreError
 from kvtier.stores.base import Store
+from kvtier.stores.nvme_layout import min_budget_bytes, slot_bytes, slots_within
 from kvtier.stores.segment import (
     NO_SPACE_ERRNOS,
-    PAGE_BYTES,
     OwnedFolder,
     Segment,
     no_space,
@@ -28,8 +28,6 @@ from kvtier.types import BlockShape, Slot, Tier
 
 __all__ = ["NvmeStore", "min_budget_bytes", "slot_bytes", "sweep_stale", "temporary_folder"]
 
-_FOLDER_BYTES = 64 << 10  # the folder, which grows with its entries, and its lock file
-_EXTENTS_PER_INDEX_BLOCK = 300  # ext4 keeps 340 in 4 KiB; at worst each slot of a half-written segment is an extent
 _SMALLEST_FRACTION = 8  # a small budget is taken from the disk in about this many pieces
 
 
@@ -73,7 +71,7 @@ class NvmeStore(Store):
         self.shape = shape
         self.slot_bytes = slot_bytes(shape)
         self._slots_per_segment = max(1, min(segment_bytes_max, budget_bytes // _SMALLEST_FRACTION) // self.slot_bytes)
-        self.num_slots = _slots_within(budget_bytes, self.slot_bytes, self._slots_per_segment)
+        self.num_slots = slots_within(budget_bytes, self.slot_bytes, self._slots_per_segment)
         if self.num_slots < 1:
             raise BudgetError(
                 f"tiers.nvme.budget is {budget_bytes} bytes, its minimum is {min_budget_bytes(shape)}: one slot of "
@@ -119,7 +117,7 @@ class NvmeStore(Store):
             _verify(data[layer * step : (layer + 1) * step], expected, slot, layer, segment)
 
     def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
-        self._check_layer(layer)
+        self.check_layer(layer)
         self.check_buffer(out, self.shape.slice_bytes)
         segment, checksums = self._written(slot)
         data: npt.NDArray[np.uint8] = out.numpy()
@@ -178,7 +176,7 @@ class NvmeStore(Store):
 
     def prefetch(self, slot: Slot, layer: int) -> None:
         """Ask the kernel to bring one slice into the page cache; returns at once. As `read_slice` for errors."""
-        self._check_layer(layer)
+        self.check_layer(layer)
         segment, _ = self._written(slot)
         segment.will_need(self._offset_bytes(slot) + layer * self.shape.slice_bytes, self.shape.slice_bytes)
 
@@ -271,37 +269,9 @@ class NvmeStore(Store):
             raise StoreError(errno.ENODATA, f"nvme store: slot {slot} holds nothing readable", str(self.folder))
         return self._segments[slot // self._slots_per_segment], checksums
 
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.shape.num_layers:  # a negative one would silently give another slice
-            raise IndexError(f"{self.tier.label} store: layer {layer} is outside 0 … {self.shape.num_layers - 1}")
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("nvme store: closed")
-
-
-def slot_bytes(shape: BlockShape) -> int:
-    """Bytes of one slot: a block rounded up to 4 KiB."""
-    return -(-shape.block_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def min_budget_bytes(shape: BlockShape) -> int:
-    """The smallest budget that an NvmeStore of this shape takes: one slot, and what the file system needs for it."""
-    return slot_bytes(shape) + _FOLDER_BYTES + _index_bytes(1)
-
-
-def _index_bytes(num_slots: int) -> int:
-    """Room for the index blocks that a file system keeps for one segment and counts as the file's."""
-    return PAGE_BYTES * (1 + num_slots // _EXTENTS_PER_INDEX_BLOCK)
-
-
-def _slots_within(budget_bytes: int, slot_bytes: int, slots_per_segment: int) -> int:
-    """How many slots fit, with every segment's overhead and the folder's."""
-    room_bytes = budget_bytes - _FOLDER_BYTES
-    full_bytes = slots_per_segment * slot_bytes + _index_bytes(slots_per_segment)
-    num_full, rest_bytes = divmod(max(0, room_bytes), full_bytes)
-    num_rest = max(0, (rest_bytes - _index_bytes(slots_per_segment)) // slot_bytes)
-    return num_full * slots_per_segment + min(num_rest, slots_per_segment)
 
 
 def _io_error(error: OSError, doing: str, path: Path) -> StoreError:
