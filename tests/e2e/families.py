@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from kvtier import TieredKV
 from kvtier.budget import split_gpu_budget
 from kvtier.hf import describe
 from kvtier.types import AttentionMode
@@ -150,3 +152,16 @@ def assert_close(
     assert ours.shape == plain.shape and ours.dtype == plain.dtype, (what, ours.shape, plain.shape)
     difference = (ours.float() - plain.float()).abs().max().item()
     assert difference <= (0.0 if mode == "gathered" else tolerance), f"{what} differ by {difference}"
+
+
+def mode_of(tiered: TieredKV) -> str:
+    """The wrapper's attention mode, as the helpers take it."""
+    return tiered.config.attention.value
+
+
+def occupied(tiered: TieredKV) -> int:
+    """Live blocks once no move is in flight; slots and their owners are compared by check_integrity."""
+    while tiered.stats()["moves_in_flight"]:  # a block that is released while it moves goes when its move ends
+        time.sleep(0.001)
+    tiered.check_integrity()
+    return int(tiered.stats()["blocks"])

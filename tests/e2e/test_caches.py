@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,35 +16,13 @@ from tests.e2e.families import (
     BLOCK,
     CHUNK,
     GREEDY,
-    MODES,
     assert_close,
     assert_same,
+    mode_of,
+    occupied,
     plain_turns,
-    small_config,
-    tiny,
     tokens,
 )
-
-
-@pytest.fixture(params=MODES)
-def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredKV]:
-    """A tiny Llama on small tiers, once a mode; its books are checked at the end."""
-    model = tiny()
-    with TieredKV(model, small_config(model, tmp_path, request.param)) as wrapper:
-        yield wrapper
-        wrapper.check_integrity()
-
-
-def mode_of(tiered: TieredKV) -> str:
-    return tiered.config.attention.value
-
-
-def occupied(tiered: TieredKV) -> int:
-    """Live blocks once no move is in flight; slots and their owners are compared by check_integrity."""
-    while tiered.stats()["moves_in_flight"]:  # a block that is released while it moves goes when its move ends
-        time.sleep(0.001)
-    tiered.check_integrity()
-    return int(tiered.stats()["blocks"])
 
 
 def test_both_sides_of_a_fork_go_on_exactly_and_share_blocks(tiered: TieredKV) -> None:

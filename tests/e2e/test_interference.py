@@ -17,18 +17,19 @@ import torch
 
 from kvtier import TieredKV
 from kvtier.errors import ClosedError, KVTierError, UnsupportedError
-from tests.e2e.families import small_config, tiny, tokens
+from tests.e2e.families import MODES, small_config, tiny, tokens
 
 IDS = tokens(420, 3)
 
 
 @pytest.fixture
 def model() -> Any:
-    return tiny("llama")
+    return copy.deepcopy(tiny())
 
 
-@pytest.fixture(params=["blockwise", "gathered"])
+@pytest.fixture(params=MODES)
 def tiered(request: pytest.FixtureRequest, model: Any, tmp_path: Path) -> Iterator[TieredKV]:
+    """Around a model of its own: these tests change it."""
     with TieredKV(model, small_config(model, tmp_path, request.param)) as wrapper, torch.no_grad():
         yield wrapper
 

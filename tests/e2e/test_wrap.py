@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from tests.e2e.families import (
     GREEDY,
     MODES,
     assert_same,
+    mode_of,
+    occupied,
     plain_turns,
     small_config,
     tiny,
@@ -28,19 +29,6 @@ from tests.e2e.families import (
 )
 
 both_modes = pytest.mark.parametrize("mode", MODES)
-
-
-@pytest.fixture(params=MODES)
-def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredKV]:
-    """A tiny Llama on small tiers, once a mode; its books are checked at the end."""
-    model = tiny()
-    with TieredKV(model, small_config(model, tmp_path, request.param)) as wrapper:
-        yield wrapper
-        wrapper.check_integrity()
-
-
-def mode_of(tiered: TieredKV) -> str:
-    return tiered.config.attention.value
 
 
 # -- the model, called directly ----------------------------------------------------------------------------------------
@@ -183,14 +171,6 @@ def raise_at_call(number: int, error: BaseException) -> Callable[..., None]:
             raise error
 
     return hook
-
-
-def occupied(tiered: TieredKV) -> int:
-    """Live blocks once no move is in flight; slots and their owners are compared by check_integrity."""
-    while tiered.stats()["moves_in_flight"]:  # a block that is released while it moves goes when its move ends
-        time.sleep(0.001)
-    tiered.check_integrity()
-    return int(tiered.stats()["blocks"])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a hook failed"), KeyboardInterrupt(), MemoryError()], ids=repr)
