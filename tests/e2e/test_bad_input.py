@@ -241,7 +241,7 @@ def test_budgets_below_their_minimum_show_the_sum(tmp_path: Path) -> None:
     bad(tmp_path, BudgetError, the_sum, gpu={"budget": 1000})
     bad(tmp_path, BudgetError, "as much again for the layer", gpu={"budget": 30000}, attention="gathered")
     bad(tmp_path, BudgetError, "cpu.budget is 100 bytes, its minimum is", cpu={"budget": 100})
-    bad(tmp_path, BudgetError, "nvme.* 100 bytes.*minimum of", nvme={"budget": 100})
+    bad(tmp_path, BudgetError, "nvme.* 100 bytes.*minimum is", nvme={"budget": 100})
 
 
 def test_nvme_paths_that_are_no_folders(tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_close_on_another_thread_waits_for_the_running_step(
         tiered(IDS[:, 60:61], cache=cache)
 
 
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_at_any_moment_leaves_every_cache_exact(tiered: TieredKV, expected: torch.Tensor) -> None:
     caches = [tiered.new_cache() for _ in range(3)]
     for number, cache in enumerate(caches):

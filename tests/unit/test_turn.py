@@ -11,6 +11,8 @@ import pytest
 
 from kvtier.turn import Turn
 
+pytestmark = pytest.mark.usefixtures("ctrl_c_raises")
+
 
 def _ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
