@@ -17,14 +17,14 @@ import torch
 
 from kvtier import TieredKV
 from kvtier.errors import ClosedError, KVTierError, UnsupportedError
-from tests.e2e.families import MODES, small_config, tiny, tokens
+from tests.e2e.families import FAMILIES, MODES, small_config, tiny_from, tokens
 
 IDS = tokens(420, 3)
 
 
 @pytest.fixture
 def model() -> Any:
-    return copy.deepcopy(tiny())
+    return tiny_from(FAMILIES["llama"][0], **FAMILIES["llama"][1])
 
 
 @pytest.fixture(params=MODES)
