@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -18,7 +19,7 @@ _POLL_S = 0.1
 
 
 class Turn:
-    """A re-entrant lock that also keeps Ctrl-C and other signals back while it is held, on the main thread.
+    """A fair, re-entrant lock that keeps Ctrl-C and other signals back while it is held, on the main thread.
 
     A KeyboardInterrupt can come between any two instructions; in the middle of a commit it would leave a slot without
     owner, or a read still writing into a buffer that the next step uses. So the signal is noted while the turn is held,
@@ -26,20 +27,20 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._mutex = threading.Lock()  # held for a few instructions, never while waiting
+        self._owner: int | None = None
         self._depth = 0
+        self._waiting: deque[tuple[int, threading.Event]] = deque()
         self._handlers: dict[int, _Handler] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> Turn:
         handlers = self._hold_back()
         try:
-            while not self._lock.acquire(timeout=_POLL_S):
-                self._deliver(handlers)
+            self._acquire(handlers)
         except BaseException:
             self._put_back(handlers)
             raise
-        self._depth += 1
         if handlers:
             self._handlers = handlers
         return self
@@ -47,14 +48,52 @@ class Turn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._depth -= 1
         handlers: dict[int, _Handler] = {}
-        if self._depth == 0:
+        if self._depth == 1:
             handlers, self._handlers = self._handlers, handlers
-        self._lock.release()
+        self._release()
         self._put_back(handlers)
         if kind is not KeyboardInterrupt:
             self._deliver(handlers)
+
+    # -- first come, first served -------------------------------------------------------------------------------------
+
+    def _acquire(self, handlers: dict[int, _Handler]) -> None:
+        me = threading.get_ident()
+        handed = threading.Event()
+        ticket = (me, handed)
+        with self._mutex:
+            if self._owner == me:
+                self._depth += 1
+                return
+            if self._owner is None:
+                self._owner, self._depth = me, 1
+                return
+            self._waiting.append(ticket)
+        try:
+            while not handed.wait(_POLL_S):
+                self._deliver(handlers)
+        except BaseException:
+            with self._mutex:
+                gave_up_in_time = not handed.is_set()
+                if gave_up_in_time:
+                    self._waiting.remove(ticket)
+            if not gave_up_in_time:
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        # Handed over, not just let go: a thread that asks again at once would otherwise always be first.
+        with self._mutex:
+            self._depth -= 1
+            if self._depth:
+                return
+            if self._waiting:
+                self._owner, handed = self._waiting.popleft()
+                self._depth = 1
+                handed.set()
+            else:
+                self._owner = None
 
     def check(self) -> None:
         """Deliver what came while the turn was held: a Ctrl-C usually raises KeyboardInterrupt."""

@@ -92,3 +92,54 @@ def test_one_thread_at_a_time() -> None:
     for thread in threads:
         thread.join(20)
     assert most == [1]
+
+
+def test_a_thread_that_asks_again_at_once_does_not_starve_the_others() -> None:
+    turn, stop, overtaken = Turn(), threading.Event(), []
+
+    def greedy() -> None:
+        while not stop.is_set():
+            queue = list(turn._waiting)
+            with turn:
+                overtaken.extend(waiter for waiter in queue if waiter in turn._waiting)
+
+    thread = threading.Thread(target=greedy)
+    thread.start()
+    for _ in range(200):
+        with turn:
+            time.sleep(0)
+    stop.set()
+    thread.join(10)
+    assert not overtaken
+
+
+def test_giving_up_while_waiting_leaves_the_queue_in_order() -> None:
+    turn, held, release, order = Turn(), threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with turn:
+            held.set()
+            release.wait(10)
+
+    def queue_up(name: str) -> None:
+        with turn:
+            order.append(name)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(10)
+    first = threading.Thread(target=queue_up, args=("first",))
+    first.start()
+    threading.Timer(0.05, _ctrl_c).start()
+    with pytest.raises(KeyboardInterrupt), turn:
+        order.append("never")
+    second = threading.Thread(target=queue_up, args=("second",))
+    second.start()
+    while len(turn._waiting) < 2:
+        time.sleep(0.001)
+    release.set()
+    for thread in (holder, first, second):
+        thread.join(10)
+    assert order == ["first", "second"]
+    with turn:
+        pass
