@@ -93,10 +93,11 @@ def test_budgets_hold_at_every_step_and_as_du_counts(model: Any, tmp_path: Path)
         cache = tiered.new_cache()
         for start in range(0, 900, 30):
             tiered(tokens(900)[:, start : start + 30], cache=cache, logits_to_keep=1)
+            on_disk = system.allocated_bytes(tmp_path / "kv")  # before stats: a move in flight may add a segment
             stats = tiered.stats()["tiers"]
             for name, tier in stats.items():
                 assert tier["used_bytes"] <= tier["peak_bytes"] <= tier["budget_bytes"], name
-            assert system.allocated_bytes(tmp_path / "kv") <= stats["nvme"]["used_bytes"] + 4096
+            assert on_disk <= stats["nvme"]["used_bytes"]
             assert system.allocated_bytes(tmp_path / "kv") <= stats["nvme"]["budget_bytes"]
         assert stats["nvme"]["only_copy_bytes"] > 0
         json.dumps(tiered.stats())
