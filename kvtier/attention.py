@@ -7,6 +7,7 @@ softmax, 2018, section 3; Dao et al., FlashAttention, 2022, section 3.1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,20 @@ def pack(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return query.reshape(1, kv_heads, heads // kv_heads * num_queries, dim)
 
 
-def partial_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Partial:
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How scores are made of queries and keys.
+
+    `softcap` bends them by `c * tanh(score / c)` (Gemma 2). `wide` computes in fp32 whatever the dtype: the partial
+    results of 16-bit K and V are then rounded once, at the end, as the plain model's are.
+    """
+
+    scale: float
+    softcap: float | None = None
+    wide: bool = False
+
+
+def partial_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel: Kernel) -> Partial:
     """Unmasked attention of the same queries over `n` pieces of keys, each a row of one kernel call.
 
     Args:
@@ -47,10 +61,10 @@ def partial_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
     """
     if keys.shape[0] == 0 or keys.shape[2] == 0:
         raise IntegrityError("attention over no keys: the CPU kernel would end the process")
-    return _kernel(query.expand(keys.shape[0], -1, -1, -1), keys, values, scale, causal=False)
+    return _call(query.expand(keys.shape[0], -1, -1, -1), keys, values, kernel, causal=False)
 
 
-def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Partial:
+def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel: Kernel) -> Partial:
     """Causal attention of the step's new tokens over themselves, packed like `partial_attention`'s result.
 
     Args:
@@ -60,18 +74,67 @@ def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     kv_heads, num_queries = keys.shape[1], query.shape[2]
     if num_queries != keys.shape[2]:
         raise IntegrityError("the causal tile must be square")
-    part = _kernel(query, keys, values, scale, causal=True)
+    part = _call(query, keys, values, kernel, causal=True)
     rows = query.shape[1] // kv_heads * num_queries
     return Partial(part.output.reshape(1, kv_heads, rows, -1), part.lse.reshape(1, kv_heads, rows))
 
 
-def _kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool) -> Partial:
-    if query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+def padded_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Sequence[tuple[int, int]], kernel: Kernel
+) -> Partial:
+    """Attention of a step's new columns over those of them that hold tokens: `runs` of `(first, count)`, not empty.
+
+    Padding is never attended to. As a query it sees the tokens before it, as in the plain cache: a right-padded row's
+    last logits are made there. What sees nothing gets zeros, and a log-sum-exp of -inf.
+
+    Args:
+        query: `[1, heads, q, key_dim]`, not packed. `keys`, `values`: `[1, kv_heads, q, dim]`, padding included.
+
+    Returns:
+        As `causal_attention`, for all `q` columns.
+    """
+    heads, num_columns = query.shape[1:3]
+    kv_heads = keys.shape[1]
+    columns = torch.cat([torch.arange(first, first + count, device=query.device) for first, count in runs])
+    keys, values = keys.index_select(2, columns), values.index_select(2, columns)
+    grid = (1, kv_heads, heads // kv_heads)
+    lse = torch.full((*grid, num_columns), float("-inf"), device=query.device)
+    tokens = causal_attention(query.index_select(2, columns), keys, values, kernel)
+    output = tokens.output.new_zeros((*grid, num_columns, values.shape[-1]))
+    output.index_copy_(3, columns, tokens.output.reshape(*grid, len(columns), -1))
+    lse.index_copy_(3, columns, tokens.lse.reshape(*grid, len(columns)))
+    seen = 0
+    for (first, count), (after, _) in zip(runs, [*runs[1:], (num_columns, 0)], strict=True):
+        seen += count
+        gap = slice(first + count, after)
+        if after > first + count:
+            part = partial_attention(pack(query[:, :, gap], kv_heads), keys[:, :, :seen], values[:, :, :seen], kernel)
+            output[:, :, :, gap] = part.output.reshape(*grid, after - first - count, -1)
+            lse[:, :, :, gap] = part.lse.reshape(*grid, after - first - count)
+    rows = heads // kv_heads * num_columns
+    return Partial(output.reshape(1, kv_heads, rows, -1), lse.reshape(1, kv_heads, rows))
+
+
+def sink_attention(sinks: torch.Tensor, kv_heads: int, num_queries: int, value_dim: int) -> Partial:
+    """The piece that attention sinks are: a key without a value whose score is `sinks[head]` for every query.
+
+    Args:
+        sinks: `[heads]`. Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023.
+    """
+    lse = sinks.float().reshape(1, kv_heads, -1, 1).expand(-1, -1, -1, num_queries).reshape(1, kv_heads, -1)
+    return Partial(lse.new_zeros((*lse.shape, value_dim)), lse)
+
+
+def _call(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel: Kernel, *, causal: bool) -> Partial:
+    if kernel.wide:
+        query, keys, values = query.float(), keys.float(), values.float()
+    scale, device = kernel.scale, query.device.type
+    if kernel.softcap is None and device == "cpu" and keys.shape[-1] == values.shape[-1]:
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, 0.0, causal, scale=scale
         )
         return Partial(output, lse)
-    if query.device.type == "cuda":
+    if kernel.softcap is None and device == "cuda":
         groups = query.shape[1] // keys.shape[1]
         if groups > 1:  # the causal tile, not packed; the memory-efficient kernel wants equal heads
             keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
@@ -79,20 +142,25 @@ def _kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale
             query, keys, values, None, True, 0.0, causal, scale=scale
         )
         return Partial(output, lse[..., : query.shape[2]].float())  # its lse is padded to a multiple of 32 rows
-    return _reference(query, keys, values, scale, causal=causal)
+    return _reference(query, keys, values, kernel, causal=causal)
 
 
-def _reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool) -> Partial:
-    """The definition, in fp32: for devices and shapes without a kernel that gives log-sum-exp, and for tests."""
+def _reference(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel: Kernel, *, causal: bool
+) -> Partial:
+    """The definition, in fp32: for what has no kernel that gives log-sum-exp, and for tests."""
     groups = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(groups, 1).float(), values.repeat_interleave(groups, 1).float()
-    scores = query.float() @ keys.transpose(-1, -2) * scale
+    keys, values = keys.float(), values.float()
+    if groups > 1:
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = query.float() @ keys.transpose(-1, -2) * kernel.scale
+    if kernel.softcap is not None:
+        scores = torch.tanh(scores / kernel.softcap) * kernel.softcap
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     lse = scores.logsumexp(-1)
-    output = (scores - lse.unsqueeze(-1)).exp() @ values
-    return Partial(output.to(query.dtype), lse)
+    return Partial((scores - lse.unsqueeze(-1)).exp() @ values, lse)
 
 
 def merge(parts: list[Partial]) -> Partial:

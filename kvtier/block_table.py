@@ -1,10 +1,11 @@
-"""Which tokens of one sequence are in which block. Knows no tiers."""
+"""Which tokens of one sequence are in which block, and where padding lies between them. Knows no tiers."""
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
 from kvtier.types import BlockId, SequenceId
@@ -18,10 +19,19 @@ class TokenSource(enum.Enum):
     """Fed by `inputs_embeds` at least once: ids unknown, so the sequence cannot be compared or recomputed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """`count` columns of padding that stand just before token number `at`. They have no K and V here."""
+
+    at: int
+    count: int
+
+
 class BlockTable:
     """One sequence's ordered block ids and committed tokens.
 
-    All blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 4 bytes a token.
+    A *column* is a place in the padded batch that the caller sees: a token or padding. Blocks hold tokens only. All
+    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 8 bytes a token.
     """
 
     def __init__(self, sequence: SequenceId, block_tokens: int) -> None:
@@ -29,7 +39,15 @@ class BlockTable:
         self.block_tokens = block_tokens
         self.blocks: list[BlockId] = []
         self.num_tokens = 0
+        self.padding: list[Padding] = []
+        """In order; no two at the same token."""
         self._ids = array("i")  # of the first tokens: up to the first that was fed as an embedding
+        self._positions = array("i")
+
+    @property
+    def length(self) -> int:
+        """Columns: tokens and padding."""
+        return self.num_tokens + sum(padding.count for padding in self.padding)
 
     @property
     def source(self) -> TokenSource:
@@ -52,7 +70,7 @@ class BlockTable:
         return self.blocks[-1] if self.tail_tokens else None
 
     def token_ids(self) -> list[int]:
-        """The committed token ids, oldest first. Empty if any token was fed as an embedding."""
+        """The committed token ids, oldest first, without padding. Empty if any token was fed as an embedding."""
         return list(self._ids) if self.source is TokenSource.IDS else []
 
     def first_difference(self, token_ids: Sequence[int]) -> int | None:
@@ -66,43 +84,113 @@ class BlockTable:
             return None
         return next(i for i, (a, b) in enumerate(zip(given, self._ids, strict=False)) if a != b)
 
-    def append(self, num_tokens: int, token_ids: Sequence[int] | None, new_blocks: Sequence[BlockId]) -> None:
+    def identity(self, index: int) -> tuple[object, ...] | None:
+        """What makes full block `index` equal to another sequence's that has the same parent block, or None.
+
+        Ids, positions and padding in front of each token; None where ids are unknown.
+        """
+        first, last = index * self.block_tokens, (index + 1) * self.block_tokens
+        if last > len(self._ids):
+            return None
+        padding = tuple(p for p in self.padding if first <= p.at < last)
+        return self._ids[first:last].tobytes(), self._positions[first:last].tobytes(), padding
+
+    def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Tokens `first … last - 1` as runs of neighbouring columns: `(column, token, count)`. O(runs)."""
+        column = first + sum(p.count for p in self.padding if p.at <= first)
+        for padding in self.padding:
+            if first < padding.at < last:
+                yield column, first, padding.at - first
+                column += padding.at - first + padding.count
+                first = padding.at
+        if last > first:
+            yield column, first, last - first
+
+    def append(
+        self,
+        num_tokens: int,
+        token_ids: Sequence[int] | None,
+        new_blocks: Sequence[BlockId],
+        *,
+        positions: Sequence[int] | None = None,
+        padding: Sequence[Padding] = (),
+    ) -> None:
         """Commit `num_tokens` tokens, the later ones of them in `new_blocks`.
+
+        Args:
+            token_ids: None when the tokens were fed as embeddings.
+            positions: where the model placed them; None: counted on from the tokens held.
+            padding: padding columns among them, `at` counted from the first new token; `at == num_tokens` is behind.
 
         Raises:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
         del self._ids[self.num_tokens :]  # an append that was interrupted here must not name tokens that are not held
+        del self._positions[self.num_tokens :]
         total = self.num_tokens + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
             raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")
         if token_ids is not None and len(token_ids) != num_tokens:
             raise IntegrityError(f"{len(token_ids)} token ids for {num_tokens} tokens")
+        if positions is not None and len(positions) != num_tokens:
+            raise IntegrityError(f"{len(positions)} positions for {num_tokens} tokens")
         if token_ids is not None and self.source is TokenSource.IDS:
             self._ids.extend(token_ids)
+        self._positions.extend(range(self.num_tokens, total) if positions is None else positions)
         self.blocks.extend(new_blocks)
+        for run in padding:
+            self._pad(self.num_tokens + run.at, run.count)
         self.num_tokens = total
+
+    def _pad(self, at: int, count: int) -> None:
+        if self.padding and self.padding[-1].at == at:
+            count += self.padding.pop().count
+        self.padding.append(Padding(at, count))
+
+    def mask_end(self, num_columns: int) -> list[BlockId]:
+        """The last columns become padding: their tokens are dropped. Returns the blocks no longer held."""
+        dropped = self.truncate(self.length - num_columns)
+        if num_columns:
+            self._pad(self.num_tokens, num_columns)
+        return dropped
+
+    def replace(self, index: int, block: BlockId) -> BlockId:
+        """Put `block`, which holds the same tokens, in the place of block number `index`; returns the old one."""
+        old, self.blocks[index] = self.blocks[index], block
+        return old
 
     def replace_tail(self, block: BlockId) -> BlockId:
         """Put `block` in the tail's place (it holds a copy of its tokens); returns the old one."""
         if not self.tail_tokens:
             raise IntegrityError("there is no tail to replace")
-        old, self.blocks[-1] = self.blocks[-1], block
-        return old
+        return self.replace(-1, block)
 
-    def truncate(self, num_tokens: int) -> list[BlockId]:
-        """Keep the first `num_tokens` tokens; returns the blocks that the sequence no longer holds.
+    def truncate(self, length: int) -> list[BlockId]:
+        """Keep the first `length` columns; returns the blocks that the sequence no longer holds.
 
         O(1) when nothing is dropped. The last kept block may become a tail: its later tokens are never read again.
         """
-        if not 0 <= num_tokens <= self.num_tokens:
-            raise IntegrityError(f"cannot keep {num_tokens} of {self.num_tokens} tokens")
-        if num_tokens == self.num_tokens:
+        if not 0 <= length <= self.length:
+            raise IntegrityError(f"cannot keep {length} of {self.length} columns")
+        if length == self.length:
             return []
+        num_tokens, left, kept = 0, length, []
+        for padding in self.padding:
+            if padding.at - num_tokens >= left:
+                break
+            left -= padding.at - num_tokens
+            num_tokens = padding.at
+            kept.append(Padding(padding.at, min(padding.count, left)))
+            left -= kept[-1].count
+            if left == 0:
+                break
+        num_tokens += left
         keep = -(-num_tokens // self.block_tokens)
         dropped = self.blocks[keep:]
         del self.blocks[keep:]
         del self._ids[num_tokens:]
+        del self._positions[num_tokens:]
+        self.padding = kept
         self.num_tokens = num_tokens
         return dropped
 
@@ -111,14 +199,22 @@ class BlockTable:
         twin = BlockTable(sequence, self.block_tokens)
         twin.blocks = list(self.blocks)
         twin.num_tokens = self.num_tokens
+        twin.padding = list(self.padding)
         twin._ids = array("i", self._ids)
+        twin._positions = array("i", self._positions)
         return twin
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError if blocks, tokens and ids disagree."""
+        """Raise IntegrityError if blocks, tokens, padding and ids disagree."""
         if len(self.blocks) != -(-self.num_tokens // self.block_tokens):
             raise IntegrityError(f"sequence {self.sequence}: {self.num_tokens} tokens in {len(self.blocks)} blocks")
         if len(set(self.blocks)) != len(self.blocks):
             raise IntegrityError(f"sequence {self.sequence} holds a block twice")
-        if len(self._ids) > self.num_tokens:
-            raise IntegrityError(f"sequence {self.sequence}: {len(self._ids)} ids for {self.num_tokens} tokens")
+        if len(self._ids) > self.num_tokens or len(self._positions) != self.num_tokens:
+            raise IntegrityError(
+                f"sequence {self.sequence}: {len(self._ids)} ids and {len(self._positions)} positions for "
+                f"{self.num_tokens} tokens"
+            )
+        places = [padding.at for padding in self.padding]
+        if places != sorted(set(places)) or any(p.count < 1 or p.at > self.num_tokens for p in self.padding):
+            raise IntegrityError(f"sequence {self.sequence}: padding {self.padding} in {self.num_tokens} tokens")

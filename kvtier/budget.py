@@ -9,6 +9,39 @@ from kvtier.types import AttentionMode, BlockShape
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionCost:
+    """What attention takes beside K and V."""
+
+    heads: int
+    value_dim: int
+    piece_bytes: int = 0
+    """The fp32 copy of one block's K and V, where the model's dtype is computed in fp32."""
+    score_tokens: int = 0
+    """The longest piece whose scores are written out, where no kernel does without; the new tokens' own tile too."""
+
+    def scratch_bytes(self, num_queries: int, num_pieces: int, num_rows: int = 1) -> int:
+        """Bytes for `num_queries` new tokens a row, with `num_pieces` blocks a call.
+
+        Each piece's output, its fp32 copy and its weighted copy; each row's merged result so far, its successor, the
+        causal tile and its copy.
+        """
+        unit = self.heads * num_queries * (self.value_dim + 1) * 4
+        scores = self.heads * num_queries * max(self.score_tokens, num_queries) * 4 if self.score_tokens else 0
+        return (3 * num_pieces + 3 + num_rows) * unit + num_pieces * (self.piece_bytes + 3 * scores)
+
+    def max_queries(self, room_bytes: int, num_pieces: int, num_rows: int, most: int) -> int:
+        """The most new tokens a row, up to `most`, whose scratch fits; 0: not one."""
+        low = 0
+        while low < most:
+            middle = (low + most + 1) // 2
+            if self.scratch_bytes(middle, num_pieces, num_rows) <= room_bytes:
+                low = middle
+            else:
+                most = middle - 1
+        return low
+
+
+@dataclass(frozen=True, slots=True)
 class GpuBudget:
     """How the gpu budget is spent. The parts never add up to more than `budget_bytes`."""
 
@@ -18,35 +51,31 @@ class GpuBudget:
     ring_slices: int
     """0 when there is no slower tier to stream from."""
     slice_bytes: int
+    cost: AttentionCost
     scratch_bytes: int
     gather_bytes: int
     """The gathered layer. What the model's own attention then allocates (repeated heads) is its, as without kvtier."""
+    untiered_bytes: int
+    """Room for the layers that keep transformers' own cache (windows, linear attention), of all caches together."""
     max_chunk: int
-    rows_at_once: int
+    num_pieces: int
 
     @property
     def fixed_bytes(self) -> int:
-        """Everything but slots."""
+        """Everything but slots and untiered layers."""
         return self.ring_slices * self.slice_bytes + self.scratch_bytes + self.gather_bytes
 
 
 # Shares of the budget that fixed parts may take. A quarter for scratch keeps most of the tier for blocks; a sixteenth
 # for the ring is several layers ahead for models that need streaming at all; gathered needs a whole layer of the
-# longest context.
+# longest context; windows are short.
 SCRATCH_SHARE = 4
 RING_SHARE = 16
 RING_MAX_BYTES = 256 << 20
 GATHER_SHARE = 2
+UNTIERED_SHARE = 4
 MIN_SLOTS = 2  # a sealed or shared tail is copied from one slot into another
 PIECES_MAX = 8
-
-
-def scratch_bytes(heads: int, num_queries: int, value_dim: int, rows_at_once: int) -> int:
-    """Bytes that attention of `num_queries` new tokens takes beside K and V, with `rows_at_once` pieces a call.
-
-    Each piece's output, its fp32 copy and its weighted copy; the merged result so far, twice, and the causal tile.
-    """
-    return (3 * rows_at_once + 4) * heads * num_queries * (value_dim + 1) * 4
 
 
 def split_gpu_budget(
@@ -58,6 +87,9 @@ def split_gpu_budget(
     prefill_chunk: int,
     mode: AttentionMode,
     streams: bool,
+    wide: bool = False,
+    writes_scores: bool = False,
+    untiered: bool = False,
 ) -> GpuBudget:
     """Spend the gpu budget.
 
@@ -66,34 +98,44 @@ def split_gpu_budget(
     Args:
         heads: query heads.
         streams: whether there is a slower tier.
+        wide: whether attention computes in fp32 on copies of 16-bit K and V.
+        writes_scores: whether attention has no fused kernel (soft-capping).
+        untiered: whether some layers keep transformers' own cache.
 
     Raises:
         BudgetError: below the minimum; the message prints the sum.
     """
-    min_ring = 2 * shape.slice_bytes if streams else 0
-    min_scratch = scratch_bytes(heads, 1, shape.value_dim, 1)
-    minimum = MIN_SLOTS * slot_bytes + min_ring + min_scratch
+    piece_bytes = shape.slice_bytes * 4 // shape.element_bytes if wide else 0
+    cost = AttentionCost(heads, shape.value_dim, piece_bytes, shape.block_tokens if writes_scores else 0)
     gathered = mode is AttentionMode.GATHERED
-    share = -(-budget_bytes // GATHER_SHARE) if gathered else 0
-    if budget_bytes - share < minimum:
-        factor = GATHER_SHARE / (GATHER_SHARE - 1) if gathered else 1
+    min_ring = 2 * shape.slice_bytes if streams else 0
+    min_scratch = cost.scratch_bytes(1, 1)
+    minimum = MIN_SLOTS * slot_bytes + min_ring + min_scratch
+    untiered_bytes = budget_bytes // UNTIERED_SHARE if untiered else 0
+    rest = budget_bytes - untiered_bytes
+    share = -(-rest // GATHER_SHARE) if gathered else 0
+    if rest - share < minimum:
+        least = minimum * GATHER_SHARE if gathered else minimum
+        if untiered:  # the smallest of which a quarter, rounded down, leaves this much
+            least = UNTIERED_SHARE * (least - 1) // (UNTIERED_SHARE - 1) + 1
         raise BudgetError(
-            f"tiers.gpu.budget is {budget_bytes} bytes, its minimum is {int(minimum * factor)}: {MIN_SLOTS} blocks of "
-            f"{slot_bytes} + a ring of {min_ring} + scratch of {min_scratch} for one token"
-            f"{', and as much again for the layer that attention: gathered assembles' if gathered else ''}. "
-            "Raise it, or lower block_tokens"
+            f"tiers.gpu.budget is {budget_bytes} bytes, its minimum is {least}: {MIN_SLOTS} blocks "
+            f"of {slot_bytes} + a ring of {min_ring} + scratch of {min_scratch} for one token"
+            f"{', and as much again for the layer that attention: gathered assembles' if gathered else ''}"
+            f"{', and a third more for layers that are not tiered' if untiered else ''}. Raise it or lower block_tokens"
         )
-    left = budget_bytes - share
-    unit = scratch_bytes(heads, 1, shape.value_dim, 1)
-    chunk = prefill_chunk if gathered else max(1, min(prefill_chunk, left // SCRATCH_SHARE // unit))
-    scratch = min(unit * chunk, left - MIN_SLOTS * slot_bytes - min_ring) if gathered else unit * chunk
-    while chunk > 1 and not gathered and MIN_SLOTS * slot_bytes + min_ring + scratch > left:
-        chunk //= 2
-        scratch = unit * chunk
-    rows = 1
-    while rows < PIECES_MAX and scratch_bytes(heads, chunk, shape.value_dim, rows + 1) <= left // RING_SHARE:
-        rows += 1
-        scratch = scratch_bytes(heads, chunk, shape.value_dim, rows)
+    left = rest - share
+    room = left - MIN_SLOTS * slot_bytes - min_ring
+    if gathered:
+        chunk = prefill_chunk
+        scratch = min(cost.scratch_bytes(chunk, 1), room)
+    else:
+        chunk = max(1, cost.max_queries(min(left // SCRATCH_SHARE, room), 1, 1, prefill_chunk))
+        scratch = cost.scratch_bytes(chunk, 1)
+    pieces = 1
+    while pieces < PIECES_MAX and cost.scratch_bytes(chunk, pieces + 1) <= min(left // RING_SHARE, room):
+        pieces += 1
+        scratch = cost.scratch_bytes(chunk, pieces)
     ring_bytes = min(left // RING_SHARE, RING_MAX_BYTES, left - MIN_SLOTS * slot_bytes - scratch)
     ring_slices = max(2, ring_bytes // shape.slice_bytes) if streams else 0
     num_slots = (left - scratch - ring_slices * shape.slice_bytes) // slot_bytes
@@ -103,8 +145,10 @@ def split_gpu_budget(
         slot_bytes,
         ring_slices,
         shape.slice_bytes,
+        cost,
         scratch,
         share,
+        untiered_bytes,
         chunk,
-        rows,
+        pieces,
     )

@@ -8,6 +8,7 @@
     |-- ClosedError            a call on a closed wrapper, cache or store           (also a RuntimeError)
     |-- AlreadyWrappedError    wrapping a model twice                               (also a RuntimeError)
     |-- PromptMismatchError    a prompt that does not start with what its cache holds (also a ValueError)
+    |-- SessionExistsError     a session of that name is there already              (also a ValueError)
     |-- FolderInUseError       the nvme folder belongs to another live process
     |-- CapacityError          no tier has room; the state is as before the step
     |-- BlockLostError         a block has no readable copy; nothing was served from it
@@ -54,6 +55,10 @@ class AlreadyWrappedError(KVTierError, RuntimeError):
 
 class PromptMismatchError(KVTierError, ValueError):
     """The prompt does not begin with the tokens that its cache holds. The cache is unchanged."""
+
+
+class SessionExistsError(KVTierError, ValueError):
+    """There is a session of that name already. Both are unchanged."""
 
 
 class FolderInUseError(KVTierError):

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from kvtier.batch import Batch
 from kvtier.errors import BudgetError, UnsupportedError
-from kvtier.executor import OpenStep
-from kvtier.hf import TieredCache, WrappedMethod, cache_keyword, check_mask_kind, check_process, current_step
+from kvtier.hf import TieredCache, WrappedMethod, cache_keyword, check_process, current_step
+from kvtier.inputs import CallInputs, columns_masked_since
+from kvtier.open_step import OpenStep
 from kvtier.runtime import Runtime
 from kvtier.types import AttentionMode
 
@@ -63,76 +65,57 @@ class _SplitForward:
         arguments: dict[str, Any],
         keeps_logits: bool,
     ) -> None:
-        self._original, self._runtime, self._cache, self._arguments = original, runtime, cache, arguments
-        self._table = cache.state.table
+        self._original, self._runtime, self._state, self._arguments = original, runtime, cache.state, arguments
+        self._batch = cache.state.batch
         self._returns_dict = arguments.get("return_dict") is not False
         keep = arguments.get("logits_to_keep", 0)
         self._keep = keep if isinstance(keep, int) else None
         self._keeps_logits = keeps_logits
 
-    # -- what cannot be honoured --------------------------------------------------------------------------------------
-
-    def _check(self) -> int:
-        """The number of new tokens. Raises UnsupportedError by name for what would not be exact."""
-        arguments, held = self._arguments, self._table.num_tokens
-        given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
-        if len(given) != 1:
-            raise UnsupportedError("give exactly one of input_ids and inputs_embeds")
-        if given[0].ndim < 2:
-            raise UnsupportedError(f"input_ids has the shape {tuple(given[0].shape)}: give one row, [1, tokens]")
-        rows, num_new = given[0].shape[:2]
-        if rows != 1:
-            raise UnsupportedError(
-                f"a batch of {rows} rows (prompts, beams or return sequences) is not supported yet: one row a cache"
-            )
-        if num_new == 0:
-            raise UnsupportedError(f"no new tokens: the cache holds {held} tokens and the prompt adds none")
+    def _read(self) -> tuple[CallInputs, list[int]]:
+        """The new columns, and how many columns of each row the mask hides since. Raises UnsupportedError by name."""
+        arguments = self._arguments
         for name in ("output_attentions", "labels"):
             value = arguments.get(name)
             if value is not None and value is not False:
                 raise UnsupportedError(f"{name} cannot be honoured with a TieredCache: call the model without one")
         if arguments.get("use_cache") is False:
             raise UnsupportedError("use_cache=False with a TieredCache: leave the cache out to run without one")
-        self._check_mask(arguments.get("attention_mask"), held + num_new)
-        self._cache.state.check_weights()
-        positions = arguments.get("position_ids")
-        if positions is not None:
-            expected = torch.arange(held, held + num_new, device=positions.device)
-            if positions.shape[-1] != num_new or not bool((positions == expected).all()):
-                raise UnsupportedError(
-                    f"position_ids other than {held} … {held + num_new - 1} are not supported yet (padding, packing)"
-                )
-        return int(num_new)
+        self._drop_held()
+        inputs = CallInputs.read(arguments, self._batch.length)
+        self._state.take_rows(inputs.num_rows)
+        self._state.check_weights()
+        return inputs, columns_masked_since(self._batch, arguments.get("attention_mask"))
 
-    @staticmethod
-    def _check_mask(mask: Any, total: int) -> None:
-        check_mask_kind(mask)
-        if mask is None:
-            return
-        if mask.shape[1] != total:
-            raise UnsupportedError(
-                f"attention_mask covers {mask.shape[1]} tokens, cache and new tokens are {total}: pass one of all"
-            )
-        if not bool(mask.all()):
-            raise UnsupportedError(
-                "attention_mask with zeros (padding) is not supported yet: pass unpadded rows one by one "
-                "(if the prompt merely contains the pad token's id, pass attention_mask=torch.ones_like(input_ids))"
-            )
+    def _drop_held(self) -> None:
+        """Assisted decoding passes the whole prompt whatever the cache holds; `generate` has compared them."""
+        held, self._state.held_of_prompt = self._state.held_of_prompt, 0
+        for name in _PER_TOKEN if held else ():
+            value = self._arguments.get(name)
+            if value is not None:
+                self._arguments[name] = value[:, held:]
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
         """Run the call in chunks counted from its first new token.
 
-        If a chunk fails the cache is cropped to its length at entry, and the error goes on.
+        If a chunk fails the cache is put back to what it was at entry, and the error goes on.
         """
+        manager = self._runtime.manager
         with self._runtime.turn:
             self._runtime.check_open()
             check_process(self._runtime.pid)
-            self._num_new = self._check()
-            held, done = self._table.num_tokens, 0
+            self._inputs, masked = self._read()
+            self._num_new = self._inputs.num_columns
+            untiered = self._state.untiered.snapshot()
+            backup = manager.fork(self._batch) if any(masked) else None
+            held, done = self._batch.length, 0
             pieces: dict[str, list[Any]] = {}
             try:
+                for row, count in enumerate(masked):
+                    if count:
+                        manager.mask_end(self._batch, row, count)
                 while done < self._num_new:
                     size = self._chunk_size(self._num_new - done)
                     out = self._step(held, done, size)
@@ -142,10 +125,18 @@ class _SplitForward:
                     if done < self._num_new:
                         self._runtime.turn.check()
             except BaseException:
-                if self._table.num_tokens > held:
-                    self._runtime.manager.truncate(self._table, held)
+                self._undo(held, backup)
+                self._state.untiered.restore(untiered)
                 raise
+            if backup is not None:
+                manager.drop(backup)
         return self._join(out, pieces)
+
+    def _undo(self, held: int, backup: Batch | None) -> None:
+        if backup is not None:
+            self._runtime.manager.restore(self._batch, backup)
+        elif self._batch.length > held:
+            self._runtime.manager.truncate(self._batch, held)
 
     @staticmethod
     def _collect(pieces: dict[str, list[Any]], out: Any, kept: int) -> None:
@@ -156,11 +147,12 @@ class _SplitForward:
 
     def _chunk_size(self, left: int) -> int:
         wanted = min(self._runtime.config.prefill_chunk, left)
-        size = min(wanted, self._runtime.executor.chunk(self._table))
+        size = min(wanted, self._runtime.executor.chunk(self._batch))
         if size < wanted and self._runtime.mode is AttentionMode.GATHERED:
             raise BudgetError(
                 f"attention: gathered promises the bits of prefill_chunk {self._runtime.config.prefill_chunk}, and the "
-                f"gpu budget has room for {size} new tokens: raise tiers.gpu.budget or lower prefill_chunk"
+                f"gpu budget has room for {size} new tokens in {self._batch.num_rows} rows: raise tiers.gpu.budget or "
+                "lower prefill_chunk"
             )
         return size
 
@@ -172,27 +164,27 @@ class _SplitForward:
 
     def _step(self, held: int, start: int, size: int) -> Any:
         arguments = self._piece(held, start, size) if size < self._num_new else self._arguments
-        ids = self._arguments.get("input_ids")
-        token_ids = None if ids is None else ids[0, start : start + size].tolist()
         executor = self._runtime.executor
-        opened: OpenStep = executor.open(self._table, size)
+        opened: OpenStep = executor.open(self._batch, self._inputs.columns(start, size, held))
         before = current_step.set(opened)
         try:
             out = self._original(**arguments)
+            self._state.untiered.measure()
+            self._runtime.check_untiered()
             self._runtime.turn.check()  # the last place where a Ctrl-C leaves the state as before the step
         except BaseException:
             executor.abort(opened.step)
             raise
         finally:
             current_step.reset(before)
-        executor.commit(opened, token_ids)
+        executor.commit(opened)
         return out
 
     def _piece(self, held: int, start: int, size: int) -> dict[str, Any]:
         arguments = dict(self._arguments)
         for name, value in arguments.items():
             if name in _PER_TOKEN and value is not None:
-                arguments[name] = value[..., start : start + size] if value.ndim < 3 else value[:, start : start + size]
+                arguments[name] = value[:, start : start + size]
             elif name == "attention_mask" and value is not None:
                 arguments[name] = value[:, : held + start + size]
             elif isinstance(value, torch.Tensor) and name != "logits_to_keep":

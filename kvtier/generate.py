@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from kvtier.block_table import TokenSource
 from kvtier.errors import PromptMismatchError, UnsupportedError
-from kvtier.hf import TieredCache, WrappedMethod, check_mask_kind
+from kvtier.hf import TieredCache, WrappedMethod, check_mask_kind, check_own_inputs
 from kvtier.runtime import Runtime
 
-# Modes whose caches are reordered, cropped or fed by another model: exact in a later version. Name and neutral value.
-_MODES_LATER = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "prompt_lookup_num_tokens": None,
-    "assistant_model": None,
-    "penalty_alpha": None,
-    "guidance_scale": 1,
-    "dola_layers": None,
-    "cache_implementation": None,
+# Arguments that another cache, or another model of the KV, would be needed for. Name, neutral value, and why.
+_REFUSED = {
+    "cache_implementation": (None, "the cache is the TieredCache"),
+    "penalty_alpha": (None, "contrastive search is custom code that edits the cache's tensors"),
+    "dola_layers": (None, "DoLa is custom code"),
+    "assistant_early_exit": (None, "layers that are skipped append nothing"),
+    "custom_generate": (None, "custom code may edit the cache's tensors"),
+    "output_attentions": (False, "partial attention has no weights to show"),
 }
+_ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
 
 def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) -> Callable[..., Any]:
@@ -40,74 +39,130 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
         if cache.state.runtime is not runtime:
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
         positional = dict(zip(("inputs", "generation_config"), args, strict=False))
-        _check(original, cache, positional | kwargs)
         kwargs.pop("past_key_values", None)
         kwargs.pop("cache", None)
-        kwargs[keyword] = cache
         with runtime.turn:
-            runtime.manager.enter(cache.state.table)
+            call = _Call(original, cache, positional | kwargs)
+            call.check()
+            kwargs.update(call.overrides())
+            cache.state.enter()
+            cache.state.held_of_prompt = call.held_of_prompt()
+        kwargs[keyword] = cache
         try:
             return original(*args, **kwargs)
         finally:
             with runtime.turn:
-                runtime.manager.leave(cache.state.table)
+                cache.state.leave()
 
     return WrappedMethod(original, generate)
 
 
-def _check(original: Callable[..., Any], cache: TieredCache, arguments: dict[str, Any]) -> None:
-    own_config = getattr(getattr(original, "__self__", None), "generation_config", None)
-    configs = [c for c in (arguments.get("generation_config"), own_config) if c is not None]
-    for name, neutral in _MODES_LATER.items():
-        given = arguments.get(name)
-        if given is None:
-            given = next((value for c in configs if (value := getattr(c, name, None)) is not None), None)
-        if given is not None and given != neutral:
-            raise UnsupportedError(f"generate({name}={given!r:.40}) is not supported yet: greedy and sampling are")
-    if arguments.get("use_cache") is False:
-        raise UnsupportedError("use_cache=False leaves nothing to tier: call model.generate without a TieredCache")
-    for name in ("output_attentions", "custom_generate"):
-        if arguments.get(name):
-            raise UnsupportedError(f"generate({name}={arguments[name]!r:.40}) cannot be honoured with a TieredCache")
-    mask = arguments.get("attention_mask")
-    check_mask_kind(mask)
-    _check_embeds(cache, arguments)
-    ids = next((arguments[n] for n in ("inputs", "input_ids") if arguments.get(n) is not None), None)
-    if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[0] == 1:
-        check_prompt(cache, ids, None if mask is None else mask.shape[1])
+class Generation:
+    """What one generate call asks for: as given, or from a generation config."""
+
+    def __init__(self, model: Any, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
+        configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
+        self._configs = [config for config in configs if config is not None]
+
+    def value(self, name: str) -> Any:
+        """The value in force; None where nobody set one."""
+        if self._arguments.get(name) is not None:
+            return self._arguments[name]
+        return next((value for c in self._configs if (value := getattr(c, name, None)) is not None), None)
+
+    @property
+    def num_copies(self) -> int:
+        """Rows that each prompt becomes: beams or return sequences."""
+        return max(self.value("num_beams") or 1, self.value("num_return_sequences") or 1)
 
 
-def _check_embeds(cache: TieredCache, arguments: dict[str, Any]) -> None:
-    table = cache.state.table
-    if table.num_tokens and (arguments.get("inputs_embeds") is not None or table.source is TokenSource.EMBEDS):
-        raise UnsupportedError(
-            f"the cache holds {table.num_tokens} tokens and embeddings cannot be compared with them, so another "
-            "conversation's KV could be served: use a new cache, or pass the new embeddings to tiered(...)"
+class _Call:
+    """One generate call with a TieredCache."""
+
+    def __init__(self, original: Callable[..., Any], cache: TieredCache, arguments: dict[str, Any]) -> None:
+        self._cache, self._arguments = cache, arguments
+        self._model = getattr(original, "__self__", None)
+        self._generation = Generation(self._model, arguments)
+        ids = next((arguments[n] for n in ("inputs", "input_ids") if arguments.get(n) is not None), None)
+        self._ids = ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+        self._mask = arguments.get("attention_mask")
+
+    def check(self) -> None:
+        """Raise UnsupportedError or PromptMismatchError, by name, for what would not be exact. Nothing was computed."""
+        if self._model is not None:
+            check_own_inputs(self._model)
+        overrides = self.overrides()
+        for name, (neutral, why) in _REFUSED.items():
+            value = None if name in overrides else self._generation.value(name)
+            if value is not None and value != neutral:
+                raise UnsupportedError(f"generate({name}={value!r:.40}) cannot be honoured with a TieredCache: {why}")
+        if self._arguments.get("use_cache") is False:
+            raise UnsupportedError("use_cache=False leaves nothing to tier: call model.generate without a TieredCache")
+        check_mask_kind(self._mask)
+        self._check_embeds()
+        if self._ids is not None and not self._passes_new_tokens_only():
+            check_prompt(self._cache, self._ids, self._generation.num_copies)
+
+    def overrides(self) -> dict[str, Any]:
+        """Arguments in place of what a checkpoint ships in its generation config and no caller asked for."""
+        shipped = getattr(getattr(self._model, "generation_config", None), "cache_implementation", None)
+        given = self._arguments.get("cache_implementation"), getattr(
+            self._arguments.get("generation_config"), "cache_implementation", None
         )
+        # A config that the caller made from the model's own has the same value in it.
+        asked = given[0] is not None or given[1] not in (None, shipped)
+        return {} if shipped is None or asked else {"cache_implementation": None}
+
+    def _passes_new_tokens_only(self) -> bool:
+        return self._ids is not None and self._mask is not None and self._mask.shape[1] != self._ids.shape[1]
+
+    def held_of_prompt(self) -> int:
+        """Columns that the first forward must leave out: assisted decoding passes the whole prompt to it."""
+        is_assisted = any(self._generation.value(name) is not None for name in _ASSISTED)
+        return self._cache.state.batch.length if is_assisted and not self._passes_new_tokens_only() else 0
+
+    def _check_embeds(self) -> None:
+        batch = self._cache.state.batch
+        embeds = any(table.source is TokenSource.EMBEDS for table in batch.tables)
+        if batch.length and (self._arguments.get("inputs_embeds") is not None or embeds):
+            raise UnsupportedError(
+                f"the cache holds {batch.length} tokens and embeddings cannot be compared with them, so another "
+                "conversation's KV could be served: use a new cache, or pass the new embeddings to tiered(...)"
+            )
 
 
-def check_prompt(cache: TieredCache, input_ids: torch.Tensor, mask_length: int | None) -> None:
-    """Raise unless the prompt continues what the cache holds.
+def check_prompt(cache: TieredCache, input_ids: torch.Tensor, num_copies: int = 1) -> None:
+    """Raise unless the prompts continue what the cache's rows hold.
 
     `generate` cuts `get_seq_length()` tokens off a prompt without looking at them, so another conversation's prompt
     would silently be answered from this cache's KV.
 
     Args:
-        input_ids: `[1, length]`: the whole transcript, or new tokens only when `mask_length` says so.
-        mask_length: tokens that the attention mask covers, if one is given.
+        input_ids: `[prompts, length]`: the whole transcripts.
+        num_copies: rows that each prompt becomes (beams, return sequences).
 
     Raises:
-        PromptMismatchError: the transcript departs from the cache, or adds nothing to it; the cache is unchanged.
+        PromptMismatchError: a transcript departs from the cache, or adds nothing to it; the cache is unchanged.
+        UnsupportedError: the cache has another number of rows.
     """
-    held = cache.state.table.num_tokens
-    if held == 0 or (mask_length is not None and mask_length != input_ids.shape[1]):
+    batch = cache.state.batch
+    held = batch.length
+    if held == 0:
         return
-    where = cache.state.table.first_difference(input_ids[0, :held].tolist())
-    if where is not None:
-        raise PromptMismatchError(
-            f"the prompt departs from the cache's {held} tokens at token {where}: it is another conversation's, or "
-            f"was edited; use a new cache, or cache.crop({where - held})"
-        )
+    cache.state.take_rows(input_ids.shape[0] * num_copies)
+    for number, table in enumerate(batch.tables):
+        ids = input_ids[number // num_copies, :held].tolist()
+        columns = (range(column, column + count) for column, _, count in table.pieces(0, table.num_tokens))
+        tokens = [ids[column] for run in columns for column in run if column < len(ids)]
+        where = table.first_difference(tokens)
+        if where is not None:
+            row = f"row {number}: " if batch.num_rows > 1 else ""
+            column = next(c + where - t for c, t, n in table.pieces(0, table.num_tokens) if t <= where < t + n)
+            raise PromptMismatchError(
+                f"{row}the prompt departs from the cache's {held} tokens at token {column}: it is another "
+                f"conversation's, or was edited; use a new cache, or cache.crop({column - held})"
+            )
     if input_ids.shape[1] <= held:
         raise PromptMismatchError(
             f"the cache holds {held} tokens, the prompt has {input_ids.shape[1]}: pass the whole transcript with new "

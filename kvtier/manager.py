@@ -1,292 +1,238 @@
-"""When blocks are promoted, demoted and evicted, and how a step gets its slots. The only writer of residency.
+"""How a step gets its slots, and what is due between steps. With what it builds on, the only writer of residency.
 
 Works on ids and slots; touches no tensor. One thread at a time: the wrapper serialises steps.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.errors import CapacityError, IntegrityError
-from kvtier.metrics import SequenceMetrics
-from kvtier.placement import Placement
 from kvtier.plan import StepPlan
 from kvtier.residency import BlockState
-from kvtier.step import Step, StepState, Write
-from kvtier.types import BlockId, MovePurpose, SequenceId, Slot, Tier
-from kvtier.upkeep import Upkeep
+from kvtier.sequences import Sequences
+from kvtier.step import NewColumns, RowStep, Step, StepState, Write
+from kvtier.types import BlockId, MovePurpose, Slot, Tier
 
 
-class TierManager:
+class _Tail(enum.Enum):
+    """What a row's tail needs before the step."""
+
+    NONE = "none"
+    IN_PLACE = "in place"
+    PROMOTE = "promote"
+    COPY = "copy"
+    """It is shared or sealed, and the row is going to append to it."""
+
+
+@dataclass(slots=True)
+class _Reserved:
+    """What `begin_step` has taken so far."""
+
+    pinned: list[BlockId] = field(default_factory=list)
+    created: list[BlockId] = field(default_factory=list)
+
+
+class TierManager(Sequences):
     """Sequences, their steps, and what happens between steps.
 
     Between steps (`poll`) finished transfers are committed, dropped caches freed, tiers above `high` demoted to `low`,
     sealed blocks copied down early, and running sequences' blocks promoted while there is room.
     """
 
-    def __init__(self, placement: Placement, block_tokens: int) -> None:
-        self.placement = placement
-        self.upkeep = Upkeep(placement)
-        self.block_tokens = block_tokens
-        self.tables: dict[SequenceId, BlockTable] = {}
-        self.dropped: deque[SequenceId] = deque()
-        """Sequences whose cache was garbage-collected. Finalizers append here and take no lock."""
-        self._running: dict[SequenceId, int] = {}
-        self._last: SequenceId | None = None
-        self._next_sequence = 0
-
     @property
     def residency_len(self) -> int:
         """Live blocks."""
         return len(self.placement.residency)
 
-    # -- sequences --------------------------------------------------------------------------------------------------
-
-    def new_sequence(self) -> BlockTable:
-        """An empty sequence."""
-        table = BlockTable(self._new_id(), self.block_tokens)
-        self.tables[table.sequence] = table
-        return table
-
-    def _new_id(self) -> SequenceId:
-        self._next_sequence += 1
-        sequence = SequenceId(self._next_sequence)
-        self.placement.sequence_metrics[sequence] = SequenceMetrics()
-        return sequence
-
-    def fork(self, table: BlockTable) -> BlockTable:
-        """A sequence of its own that shares every block by count; the tail is copied when either side appends to it."""
-        twin = table.fork(self._new_id())
-        for block in twin.blocks:
-            self.placement.residency[block].holders += 1
-        self.tables[twin.sequence] = twin
-        return twin
-
-    def truncate(self, table: BlockTable, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens, on every tier. O(blocks dropped)."""
-        for block in table.truncate(num_tokens):
-            self.placement.release(block)
-
-    def drop_sequence(self, sequence: SequenceId) -> None:
-        """Free everything that only this sequence holds. Idempotent."""
-        table = self.tables.pop(sequence, None)
-        if table is None:
-            return
-        self._running.pop(sequence, None)
-        if self._last == sequence:
-            self._last = None
-        for block in table.truncate(0):
-            self.placement.release(block)
-        self.placement.sequence_metrics.pop(sequence, None)
-        self._rebuild_running()
-
-    def enter(self, table: BlockTable) -> None:
-        """The sequence runs until as many `leave`s: its blocks are demoted last and come back first."""
-        self._running[table.sequence] = self._running.get(table.sequence, 0) + 1
-        self._rebuild_running()
-
-    def leave(self, table: BlockTable) -> None:
-        """Take back one `enter`; the last one makes the sequence idle, which seals its full blocks."""
-        count = self._running.get(table.sequence, 0) - 1
-        if count > 0:
-            self._running[table.sequence] = count
-            return
-        self._running.pop(table.sequence, None)
-        if self._last == table.sequence:
-            self._last = None
-        self._seal(table)
-        self._rebuild_running()
-
-    def metrics_of(self, sequence: SequenceId) -> SequenceMetrics:
-        """The sequence's counters."""
-        return self.placement.sequence_metrics.setdefault(sequence, SequenceMetrics())
-
-    def _rebuild_running(self) -> None:
-        # In place: evictable views hold this very set.
-        running = self.placement.running_blocks
-        running.clear()
-        for sequence in self._running_sequences():
-            running.update(self.tables[sequence].blocks)
-
-    def _running_sequences(self) -> list[SequenceId]:
-        last = [] if self._last is None or self._last in self._running else [self._last]
-        return [sequence for sequence in (*self._running, *last) if sequence in self.tables]
-
-    def _seal(self, table: BlockTable) -> None:
-        # From the end: all blocks before a sealed one are sealed, so this is O(newly sealed).
-        for block in reversed(table.blocks[: table.num_full_blocks]):
-            record = self.placement.residency[block]
-            if record.state is BlockState.SEALED:
-                return
-            record.state = BlockState.SEALED
-            self.upkeep.sealed(block)
+    @property
+    def num_gpu_slots(self) -> int:
+        """Slots of the gpu tier that can be used."""
+        return self.placement.pools[Tier.GPU].ceiling
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def max_new_tokens(self, table: BlockTable) -> int:
-        """The most new tokens that one step of this sequence can ever reserve slots for."""
-        return self.placement.pools[Tier.GPU].ceiling * self.block_tokens - table.tail_tokens
+    def max_new_tokens(self, batch: Batch) -> int:
+        """The most new tokens a row that one step of this batch can ever reserve slots for; 0: not even one."""
+        slots, low, high = self.placement.pools[Tier.GPU].ceiling, 0, 0
+        tails = [table.tail_tokens for table in batch.tables]
+        high = slots * self.block_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if sum(-(-(tail + middle) // self.block_tokens) for tail in tails) <= slots:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
-    def begin_step(self, table: BlockTable, num_new: int) -> Step:
-        """Reserve gpu slots for `num_new` tokens, tail included, all or nothing.
+    def begin_step(self, batch: Batch, new: Sequence[NewColumns]) -> Step:
+        """Reserve gpu slots for the new tokens of every row, tails included, all or nothing.
+
+        Args:
+            new: what each row gets, all of one number of columns. Padding takes no slot.
 
         Raises:
             CapacityError: no tier takes a block.
-            BlockLostError: the tail cannot be read.
+            BlockLostError: a tail cannot be read.
             TransferTimeoutError: the device hangs.
-            After each of them the sequence is as before, and nothing is pinned.
+            After each of them the batch is as before, and nothing is pinned.
         """
-        if table.sequence not in self.tables:
-            raise IntegrityError(f"sequence {table.sequence} is unknown")
-        if self._last != table.sequence:
-            if self._last in self.tables and self._last not in self._running:
-                self._seal(self.tables[self._last])  # it goes idle
-            self._last = table.sequence
-            self._rebuild_running()
+        if any(table.sequence not in self.tables for table in batch.tables) or not 0 < len(new) == batch.num_rows:
+            raise IntegrityError(f"a step of {len(new)} rows on a batch of {batch.num_rows}, or of a dropped one")
+        self.make_last(batch)
         self.poll()
-        self._seal(table)
-        placement, residency, pool = self.placement, self.placement.residency, self.placement.pools[Tier.GPU]
-        tail = table.tail
-        num_new_blocks = -(-(table.num_tokens + num_new) // self.block_tokens) - len(table.blocks)
-        copies_tail = promotes_tail = False
-        if tail is not None:
-            placement.settle(tail)
-            record = residency[tail]
-            copies_tail = record.holders > 1 or record.state is BlockState.SEALED
-            promotes_tail = not copies_tail and Tier.GPU not in record.copies
-        wanted = num_new_blocks + copies_tail + promotes_tail
-        if wanted > pool.ceiling:
-            raise CapacityError(
-                f"{num_new} new tokens need {wanted} gpu slots, the gpu tier has {pool.ceiling}: raise "
-                "tiers.gpu.budget or lower prefill_chunk"
-            )
-        pinned: list[BlockId] = []
-        created: list[BlockId] = []
-        tail_copy: BlockId | None = None
+        self.seal(batch)
+        reserved = _Reserved()
         try:
-            if tail is not None and not copies_tail and Tier.GPU in residency[tail].copies:
-                self._pin(tail, pinned)
-            placement.make_room(Tier.GPU, wanted)
-            if tail is not None:
-                placement.settle(tail)  # it may itself have been demoted to make this room
-            if tail is not None and promotes_tail:
-                placement.copy_now(tail, MovePurpose.PROMOTE, self._take())
-                self._pin(tail, pinned)
-            if tail is not None and copies_tail:
-                slot = self._take()
-                placement.copy_now(tail, MovePurpose.COPY_TAIL, slot)
-                tail_copy = self._create(table, len(table.blocks) - 1, slot, created, pinned)
-            placement.make_room(Tier.GPU, num_new_blocks)
-            for index in range(len(table.blocks), len(table.blocks) + num_new_blocks):
-                self._create(table, index, self._take(), created, pinned)
+            tails = [self._tail_needs(*row, reserved) for row in zip(batch.tables, new, strict=True)]
+            self._reserve_room(batch, new, tails)
+            rows = [self._begin_row(*row, reserved) for row in zip(batch.tables, new, tails, strict=True)]
         except BaseException:
-            self._undo(created, pinned)
+            for block in reserved.pinned:
+                self.placement.residency.unpin(block, Tier.GPU)
+            self._release(reserved.created)
             raise
+        return Step(batch, batch.length, new[0].num_columns, tuple(rows))
+
+    def _num_new_blocks(self, table: BlockTable, new: NewColumns) -> int:
+        return -(-(table.num_tokens + new.num_tokens) // self.block_tokens) - len(table.blocks)
+
+    def _tail_needs(self, table: BlockTable, new: NewColumns, reserved: _Reserved) -> _Tail:
+        tail = table.tail
+        if tail is None:
+            return _Tail.NONE
+        self.placement.settle(tail)
+        record = self.placement.residency[tail]
+        if new.num_tokens and (record.holders > 1 or record.state is BlockState.SEALED):
+            return _Tail.COPY
+        if Tier.GPU not in record.copies:
+            return _Tail.PROMOTE
+        self._pin(tail, reserved)
+        return _Tail.IN_PLACE
+
+    def _reserve_room(self, batch: Batch, new: Sequence[NewColumns], tails: Sequence[_Tail]) -> None:
+        num_new_blocks = sum(self._num_new_blocks(table, row) for table, row in zip(batch.tables, new, strict=True))
+        wanted = num_new_blocks + sum(tail in (_Tail.COPY, _Tail.PROMOTE) for tail in tails)
+        ceiling = self.placement.pools[Tier.GPU].ceiling
+        if wanted + tails.count(_Tail.IN_PLACE) > ceiling:
+            raise CapacityError(
+                f"{new[0].num_columns} new tokens in {batch.num_rows} rows need {wanted + tails.count(_Tail.IN_PLACE)} "
+                f"gpu slots (tails {len(tails) - tails.count(_Tail.NONE)}, new blocks {num_new_blocks}), the gpu tier "
+                f"has {ceiling}: raise tiers.gpu.budget, lower prefill_chunk, or use fewer rows"
+            )
+        self.placement.make_room(Tier.GPU, wanted)
+
+    def _begin_row(self, table: BlockTable, new: NewColumns, needs: _Tail, reserved: _Reserved) -> RowStep:
+        placement, tail, tail_copy = self.placement, table.tail, None
+        if tail is not None and needs is not _Tail.IN_PLACE:
+            placement.settle(tail)  # it may itself have been demoted to make this room
+        if tail is not None and needs is _Tail.PROMOTE:
+            if Tier.GPU not in placement.residency[tail].copies:  # two rows may wait for one tail
+                placement.copy_now(tail, MovePurpose.PROMOTE, self._take())
+            self._pin(tail, reserved)
+        if tail is not None and needs is _Tail.COPY:
+            slot = self._take()
+            placement.copy_now(tail, MovePurpose.COPY_TAIL, slot)
+            tail_copy = self._create(table, len(table.blocks) - 1, slot, reserved)
+        first = len(table.blocks)
+        new_blocks = [
+            self._create(table, index, self._take(), reserved)
+            for index in range(first, first + self._num_new_blocks(table, new))
+        ]
+        copies = self.placement.residency
         tail_block = tail_copy if tail_copy is not None else tail
-        tail_slot = None if tail_block is None else residency[tail_block].copies[Tier.GPU]
-        new_blocks = created[1:] if tail_copy is not None else created
-        slots = ([] if tail_slot is None else [tail_slot]) + [residency[b].copies[Tier.GPU] for b in new_blocks]
-        writes = self._writes(slots, table.tail_tokens, num_new)
-        return Step(table, table.num_tokens, num_new, writes, tuple(new_blocks), tail_slot, tail_copy)
+        tail_slot = None if tail_block is None else copies[tail_block].copies[Tier.GPU]
+        slots = ([] if tail_slot is None else [tail_slot]) + [copies[block].copies[Tier.GPU] for block in new_blocks]
+        writes = self._writes(slots, table.tail_tokens, new.num_tokens)
+        return RowStep(table, new, table.num_tokens, writes, tuple(new_blocks), tail_slot, tail_copy)
 
     def _take(self) -> Slot:
-        slot = self.placement.pools[Tier.GPU].take()
+        pool = self.placement.pools[Tier.GPU]
+        if not pool.num_free:  # what make_room found may be gone by now: a full disk lowers the ceiling
+            self.placement.make_room(Tier.GPU, 1)
+        slot = pool.take()
         if slot is None:
             raise IntegrityError("make_room promised a gpu slot that is not there")
         return slot
 
-    def _pin(self, block: BlockId, pinned: list[BlockId]) -> None:
+    def _pin(self, block: BlockId, reserved: _Reserved) -> None:
         self.placement.residency.pin(block, Tier.GPU)
-        pinned.append(block)
+        reserved.pinned.append(block)
 
-    def _create(
-        self, table: BlockTable, index: int, slot: Slot, created: list[BlockId], pinned: list[BlockId]
-    ) -> BlockId:
+    def _create(self, table: BlockTable, index: int, slot: Slot, reserved: _Reserved) -> BlockId:
         block = self.placement.residency.create(table.sequence, index)
         self.placement.add_copy(block, Tier.GPU, slot)
-        created.append(block)
-        self._pin(block, pinned)
+        reserved.created.append(block)
+        self._pin(block, reserved)
         self.placement.running_blocks.add(block)
         return block
-
-    def _undo(self, created: Sequence[BlockId], pinned: Sequence[BlockId]) -> None:
-        for block in pinned:
-            self.placement.residency.unpin(block, Tier.GPU)
-        for block in created:
-            self.placement.release(block)
 
     def _writes(self, slots: Sequence[Slot], start: int, num_new: int) -> tuple[Write, ...]:
         writes: list[Write] = []
         offset = 0
         for slot in slots:
             count = min(self.block_tokens - start, num_new - offset)
-            writes.append(Write(slot, start, offset, count))
+            if count:
+                writes.append(Write(slot, start, offset, count))
             offset, start = offset + count, 0
         return tuple(writes)
 
-    def plan(self, table: BlockTable) -> StepPlan:
+    def plan(self, batch: Batch) -> StepPlan:
         """Where each full block lies now; valid until the next call of this manager."""
-        return StepPlan.build(table, self.placement.residency)
+        return StepPlan.build(batch, self.placement.residency)
 
-    def commit_step(self, step: Step, token_ids: Sequence[int] | None) -> None:
-        """Make the step's tokens part of the sequence. Lower copies of the tail are stale from here on and go."""
-        table, placement = step.table, self.placement
+    def commit_step(self, step: Step) -> None:
+        """Make the step's columns part of the batch. Lower copies of tails that grew are stale from here on and go."""
+        for row in step.rows:
+            self._unpin(row)
+            self._commit_row(row)
+        for policy in self.placement.policies.values():
+            policy.touched(dict.fromkeys(block for table in step.batch.tables for block in table.blocks))
+        step.state = StepState.COMMITTED
+        self.placement.metrics.steps += 1
+        self.placement.metrics.tokens += sum(row.new.num_tokens for row in step.rows)
+
+    def _commit_row(self, row: RowStep) -> None:
+        table, new, placement = row.table, row.new, self.placement
         tail = table.tail
-        self._unpin(step, tail)
-        if step.tail_copy is not None:
-            placement.release(table.replace_tail(step.tail_copy))
-        elif tail is not None:
+        if row.tail_copy is not None:
+            placement.release(table.replace_tail(row.tail_copy))
+        elif tail is not None and new.num_tokens:
             record = placement.residency[tail]
             record.generation += 1
             for tier in [tier for tier in record.copies if tier is not Tier.GPU]:
                 placement.drop_copy(tail, tier)
-        table.append(step.num_new, token_ids, step.new_blocks)
-        for policy in placement.policies.values():
-            policy.touched(table.blocks)
-        step.state = StepState.COMMITTED
-        placement.metrics.steps += 1
-        placement.metrics.tokens += step.num_new
+        table.append(new.num_tokens, new.token_ids, row.new_blocks, positions=new.positions, padding=new.padding())
 
     def abort_step(self, step: Step) -> None:
-        """Forget the step: its slots are free, the sequence is as before."""
+        """Forget the step: its slots are free, the batch is as before."""
         if step.state is not StepState.OPEN:
             return
-        self._unpin(step, step.table.tail)
-        for block in (*(() if step.tail_copy is None else (step.tail_copy,)), *step.new_blocks):
-            self.placement.release(block)
+        for row in step.rows:
+            self._unpin(row)
+            self._release([*(() if row.tail_copy is None else (row.tail_copy,)), *row.new_blocks])
         step.state = StepState.ABORTED
         self.placement.metrics.steps_aborted += 1
 
-    def _unpin(self, step: Step, tail: BlockId | None) -> None:
+    def _unpin(self, row: RowStep) -> None:
         residency = self.placement.residency
-        if tail is not None and step.tail_copy is None:
-            residency.unpin(tail, Tier.GPU)
-        for block in (*(() if step.tail_copy is None else (step.tail_copy,)), *step.new_blocks):
+        if row.table.tail is not None and row.tail_copy is None:
+            residency.unpin(row.table.tail, Tier.GPU)
+        for block in (*(() if row.tail_copy is None else (row.tail_copy,)), *row.new_blocks):
             residency.unpin(block, Tier.GPU)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Do what is due between steps; waits for nothing. O(moves finished + blocks of running sequences)."""
-        while self.dropped:
-            self.drop_sequence(self.dropped.popleft())
-        self.upkeep.run([self.tables[sequence] for sequence in self._running_sequences()])
+        self.drain_dropped()
+        self.upkeep.run(self.running())
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every fact agrees with every other, and blocks are held exactly by the tables."""
         self.placement.check_integrity()
-        holders: dict[BlockId, int] = {}
-        for table in self.tables.values():
-            table.check_integrity()
-            for block in table.blocks:
-                holders[block] = holders.get(block, 0) + 1
-        residency = self.placement.residency
-        for block in residency.blocks():
-            if residency[block].holders != holders.pop(block, 0):
-                raise IntegrityError(
-                    f"block {block} counts {residency[block].holders} holders, the tables say otherwise"
-                )
-        if holders:
-            raise IntegrityError(f"tables hold blocks that are no more: {sorted(holders)[:8]}")
+        super().check_integrity()

@@ -16,8 +16,20 @@ from kvtier.config import KVTierConfig, load_config
 from kvtier.errors import AlreadyWrappedError, UnsupportedError
 from kvtier.forward import wrap_forward
 from kvtier.generate import wrap_generate
-from kvtier.hf import Patch, TieredCache, WrappedMethod, cache_keyword, describe, num_heads, weights_mark
+from kvtier.hf import (
+    Patch,
+    TieredCache,
+    WeightsMark,
+    WrappedMethod,
+    cache_keyword,
+    check_one_adapter,
+    describe,
+    new_untiered,
+    transformers_model,
+)
 from kvtier.runtime import Runtime
+from kvtier.session import Session, Sessions
+from kvtier.stats import stats
 
 _WRAPPED = ("forward", "generate")
 
@@ -31,7 +43,7 @@ class TieredKV:
     Threads: calls on one wrapper are serialised step by step.
 
     Args:
-        model: a transformers causal language model, on one device.
+        model: a transformers causal language model on one device, or a PEFT model of one.
         config: a preset's name, a YAML file's path, a mapping, a KVTierConfig, or None for the defaults.
 
     Raises:
@@ -43,11 +55,12 @@ class TieredKV:
 
     def __init__(self, model: Any, config: str | Path | Mapping[str, Any] | KVTierConfig | None = None) -> None:
         loaded = load_config(config)
+        self.model = model
+        model = transformers_model(model)
         if isinstance(getattr(model, "forward", None), WrappedMethod):
             raise AlreadyWrappedError("this model is wrapped by a live TieredKV: close() that one first, or use it")
         group = describe(model, loaded.block_tokens)
-        self.model = model
-        self._runtime = Runtime(group, loaded, num_heads(model), functools.partial(weights_mark, model))
+        self._runtime = Runtime(group, loaded, WeightsMark(model), functools.partial(new_untiered, model, group))
         try:
             patch = Patch.apply(model)
         except BaseException:
@@ -56,6 +69,7 @@ class TieredKV:
         # Instance attributes hide the class's methods; those that are there already (device hooks) come back on close.
         own = {name: vars(model)[name] for name in _WRAPPED if name in vars(model)}
         self._keyword = cache_keyword(model.forward)
+        self._sessions = Sessions(self.model, functools.partial(_new_cache, self._runtime))
         generate = wrap_generate(model.generate, self._runtime, self._keyword)
         model.forward, model.generate = wrap_forward(model.forward, self._runtime), generate
         # Also when the wrapper is dropped without close, and at interpreter exit: threads stop, files go.
@@ -63,13 +77,22 @@ class TieredKV:
 
     # -- using it -----------------------------------------------------------------------------------------------------
 
-    def new_cache(self, batch_size: int = 1) -> TieredCache:
-        """An empty cache for one conversation: pass it as `cache` to `generate` or to a call, turn after turn."""
+    def new_cache(self, batch_size: int | None = None) -> TieredCache:
+        """An empty cache for one conversation, or a batch: pass it as `cache` to `generate` or a call, turn after turn.
+
+        Args:
+            batch_size: rows, beams and return sequences included; None: as many as the first call has.
+        """
         self._runtime.check_open()
-        if batch_size != 1:
-            raise UnsupportedError(f"new_cache(batch_size={batch_size}): one row a cache for now")
-        with self._runtime.turn:
-            return TieredCache(self._runtime)
+        return _new_cache(self._runtime, batch_size)
+
+    def session(self, name: str) -> Session:
+        """The conversation of that name: `generate` on it takes the whole transcript and computes only what differs.
+
+        The wrapper keeps it, with the KV on its tiers, until `delete`.
+        """
+        self._runtime.check_open()
+        return self._sessions.open(name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with the KV on tiers: every argument that it takes.
@@ -82,6 +105,7 @@ class TieredKV:
             CapacityError, BlockLostError, TransferTimeoutError: the cache is as it was before the step that failed.
         """
         self._runtime.check_open()
+        check_one_adapter(kwargs)
         cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
         if cache is None:
             kwargs.pop("past_key_values", None)
@@ -93,6 +117,7 @@ class TieredKV:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in chunks of at most `prefill_chunk` new tokens; a new cache unless one is given."""
         self._runtime.check_open()
+        check_one_adapter(kwargs)
         if (
             kwargs.get("use_cache") is not False
             and kwargs.get("cache") is None
@@ -115,7 +140,7 @@ class TieredKV:
 
     def stats(self) -> dict[str, Any]:
         """What lies where, what moved and what it cost: a plain dict, documented in docs/stats.md."""
-        return self._runtime.stats()
+        return stats(self._runtime)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if kvtier's own bookkeeping contradicts itself. O(blocks)."""
@@ -145,6 +170,13 @@ class TieredKV:
     def __repr__(self) -> str:
         state = "closed" if self._runtime.closed else self._runtime.mode.value
         return f"TieredKV({type(self.model).__name__}, {state})"
+
+
+def _new_cache(runtime: Runtime, batch_size: int | None = None) -> TieredCache:
+    if batch_size is not None and batch_size < 1:
+        raise UnsupportedError(f"new_cache(batch_size={batch_size}): at least one row")
+    with runtime.turn:
+        return TieredCache(runtime, batch_size)
 
 
 def _unwrap(model: Any, own: dict[str, Callable[..., Any]], patch: Patch, runtime: Runtime) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtier.block_table import BlockTable
+from kvtier.batch import Batch
 from kvtier.errors import BlockLostError
 from kvtier.residency import ResidencyTable
 from kvtier.types import BlockId, Slot, Tier
@@ -21,12 +21,13 @@ class SlotRun:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A full block that must be streamed: block number `index` of its sequence, at `slot` of a slower tier."""
+    """A full block that must be streamed: block number `index` of `rows`, at `slot` of a slower tier."""
 
     block: BlockId
     index: int
     tier: Tier
     slot: Slot
+    rows: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +39,52 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """The full blocks of one sequence at one step's start. The same for each of its layers: blocks span all layers.
+class RowPlan:
+    """One row's resident full blocks, in block order, and `runs` of them in slot order.
 
-    `runs` covers the resident blocks in slot order: softmax does not mind the order in which keys are merged.
-    `streamed` is in block order; slices are needed in the order layer 0 of all of them, layer 1 of all of them, …
+    Softmax does not mind the order in which keys are merged.
     """
 
     resident: tuple[Resident, ...]
     runs: tuple[SlotRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The full blocks of a batch at one step's start. The same for each of its layers: blocks span all layers.
+
+    `streamed` names each block once, however many rows share it, in the order of the first row that needs it; slices
+    are needed in the order layer 0 of all of them, layer 1 of all of them, …
+    """
+
+    rows: tuple[RowPlan, ...]
     streamed: tuple[Source, ...]
 
     @staticmethod
-    def build(table: BlockTable, residency: ResidencyTable) -> StepPlan:
+    def build(batch: Batch, residency: ResidencyTable) -> StepPlan:
         """Read the residency of every full block, O(blocks).
 
         Raises:
             BlockLostError: a block has no copy left.
         """
-        resident: list[Resident] = []
-        streamed: list[Source] = []
-        for index, block in enumerate(table.blocks[: table.num_full_blocks]):
-            record = residency[block]
-            tier = record.fastest
-            if tier is None:
-                raise BlockLostError(f"block {index} of sequence {table.sequence} has no copy on any tier")
-            if tier is Tier.GPU:
-                resident.append(Resident(index, record.copies[tier]))
-            else:
-                streamed.append(Source(block, index, tier, record.copies[tier]))
-        return StepPlan(tuple(resident), tuple(_runs(block.slot for block in resident)), tuple(streamed))
+        rows: list[RowPlan] = []
+        streamed: dict[BlockId, tuple[int, Tier, Slot, list[int]]] = {}
+        for row, table in enumerate(batch.tables):
+            resident: list[Resident] = []
+            for index, block in enumerate(table.blocks[: table.num_full_blocks]):
+                copies = residency[block].copies
+                tier = min(copies, default=None)
+                if tier is None:
+                    raise BlockLostError(f"block {index} of sequence {table.sequence} has no copy on any tier")
+                if tier is Tier.GPU:
+                    resident.append(Resident(index, copies[tier]))
+                elif block in streamed:
+                    streamed[block][3].append(row)
+                else:
+                    streamed[block] = index, tier, copies[tier], [row]
+            rows.append(RowPlan(tuple(resident), tuple(_runs(block.slot for block in resident))))
+        sources = (Source(b, index, tier, slot, tuple(users)) for b, (index, tier, slot, users) in streamed.items())
+        return StepPlan(tuple(rows), tuple(sources))
 
 
 def _runs(slots: Iterable[Slot]) -> list[SlotRun]:

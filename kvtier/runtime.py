@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,10 +28,16 @@ from kvtier.stores.cpu import CpuStore
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.segment import sweep_stale, temporary_folder
-from kvtier.stores.slab import SlabStore, slot_bytes
+from kvtier.stores.slab import slot_bytes
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
 from kvtier.types import LayerGroup, Tier
+
+
+class UntieredBytes(Protocol):
+    """What one cache keeps beside the tiers."""
+
+    num_bytes: int
 
 
 def cache_folder() -> Path:
@@ -53,12 +60,18 @@ class Runtime:
     `turn` serialises steps: one thread at a time holds it for one forward. Everything below it is single-threaded.
     """
 
-    def __init__(self, group: LayerGroup, config: KVTierConfig, heads: int, weights_mark: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        group: LayerGroup,
+        config: KVTierConfig,
+        weights_mark: Callable[[], int],
+        new_untiered: Callable[[], dict[int, Any]] = dict,
+    ) -> None:
         """Allocate the gpu and cpu tiers and own the nvme folder.
 
         Args:
-            heads: query heads, for the scratch of attention.
             weights_mark: a number that changes with the model's weights.
+            new_untiered: empty caches for the layers that are not tiered, by layer index.
 
         Raises:
             ConfigError, BudgetError, FolderInUseError: nothing stays allocated.
@@ -67,17 +80,20 @@ class Runtime:
         self.turn = Turn()
         self.closed = False
         self.pid = os.getpid()
-        self.weights_mark = weights_mark
+        self.weights_mark, self.new_untiered = weights_mark, new_untiered
+        self.untiered: weakref.WeakSet[UntieredBytes] = weakref.WeakSet()
+        """What each live cache keeps beside the tiers."""
+        self.untiered_peak_bytes = 0
         self.metrics = Metrics()
-        self._stores: dict[Tier, Store] = {}
+        self.stores: dict[Tier, Store] = {}
         self._engine: TransferEngine | None = None
         try:
-            self._build(heads)
+            self._build()
         except BaseException:
             self._close_stores()
             raise
 
-    def _build(self, heads: int) -> None:
+    def _build(self) -> None:
         config, group, shape = self.config, self.group, self.group.shape
         device = torch.device(group.device)
         # Policies first: they cost nothing, and a misspelt name should not allocate gigabytes.
@@ -85,19 +101,19 @@ class Runtime:
         # Each prefetch policy has its own default depth: no_prefetch takes none but 0.
         depth = config.prefetch.depth if "depth" in config.prefetch.model_fields_set else None
         prefetch = load_prefetch(config.prefetch.policy, depth, "prefetch.policy")
-        self.gpu_budget = self._gpu_budget(device, heads)
+        self.gpu_budget = self._gpu_budget(device)
         self.budgets: dict[Tier, int] = {Tier.GPU: self.gpu_budget.budget_bytes}
         self._build_lower(device)
         dtype: torch.dtype = getattr(torch, group.dtype)
         with _budget_error("tiers.gpu.budget", self.gpu_budget.budget_bytes):
             gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, device)
-        self._stores[Tier.GPU] = gpu
-        self._stores = dict(sorted(self._stores.items()))
-        self._pools = {tier: SlotPool(store.num_slots) for tier, store in self._stores.items()}
-        engine = self._engine = TransferEngine(self._stores, config.io_threads, device)
+        self.stores[Tier.GPU] = gpu
+        self.stores = dict(sorted(self.stores.items()))
+        self._pools = {tier: SlotPool(store.num_slots) for tier, store in self.stores.items()}
+        engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
         self.placement = Placement(
             self._pools,
-            {tier: policies[tier] for tier in self._stores},
+            {tier: policies[tier] for tier in self.stores},
             engine,
             self.metrics,
             block_bytes=shape.block_bytes,
@@ -119,12 +135,12 @@ class Runtime:
                 io_timeout_s=config.io_timeout_s,
             )
         budget = self.gpu_budget
-        limits = StepLimits(budget.max_chunk, budget.rows_at_once, budget.gather_bytes)
+        limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
         self.executor = StepExecutor(group, self.manager, gpu, ring, self.metrics, self.mode, limits)
 
     # -- budgets ------------------------------------------------------------------------------------------------------
 
-    def _gpu_budget(self, device: torch.device, heads: int) -> GpuBudget:
+    def _gpu_budget(self, device: torch.device) -> GpuBudget:
         if device.type == "cuda":
             free_bytes = torch.cuda.mem_get_info(device)[0]
         else:
@@ -134,10 +150,13 @@ class Runtime:
             tiers.gpu.budget.resolve(free_bytes),
             shape,
             slot_bytes=slot_bytes(shape),
-            heads=heads,
+            heads=self.group.heads,
             prefill_chunk=self.config.prefill_chunk,
             mode=self.mode,
             streams=any(tiers.budget(tier).amount for tier in (Tier.CPU, Tier.NVME)),
+            wide=self.group.is_wide,
+            writes_scores=self.group.writes_scores,
+            untiered=self.group.num_untiered > 0,
         )
 
     def _build_lower(self, device: torch.device) -> None:
@@ -151,7 +170,7 @@ class Runtime:
                 cpu_bytes -= nvme_bytes
             self.budgets[Tier.NVME] = nvme_bytes
             store = NvmeStore(shape, nvme_bytes, folder, persistent=tiers.nvme.path is not None)
-            self._stores[Tier.NVME] = store
+            self.stores[Tier.NVME] = store
             if store.ceiling_bytes() < nvme_bytes:
                 logger.warning(
                     "tiers.nvme.budget is %d bytes, but the disk of %s has room for %d while 5%% of it stays free: "
@@ -172,7 +191,7 @@ class Runtime:
                     "be killed when they fill", in_memory, system.memory_limit_bytes(),
                 )  # fmt: skip
             with _budget_error("tiers.cpu.budget", cpu_bytes):
-                self._stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
+                self.stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
 
     def _nvme_folder(self, nvme: NvmeTierConfig) -> Path:
         root = nvme.path if nvme.path is not None else cache_folder() / "runs"
@@ -194,6 +213,22 @@ class Runtime:
             marks[Tier.CPU] = Watermark(tiers.cpu.high, tiers.cpu.low)
         return marks
 
+    def untiered_bytes(self) -> int:
+        """Bytes of the layers that are not tiered, over all live caches."""
+        total = sum(held.num_bytes for held in self.untiered)
+        self.untiered_peak_bytes = max(self.untiered_peak_bytes, total)
+        return total
+
+    def check_untiered(self) -> None:
+        """Raise BudgetError if those layers hold more than the gpu budget leaves them."""
+        room = self.gpu_budget.untiered_bytes
+        if self.group.num_untiered and (held := self.untiered_bytes()) > room:
+            raise BudgetError(
+                f"the {self.group.num_untiered} layers that are not tiered (windows, linear attention) would hold "
+                f"{held} bytes in {len(self.untiered)} caches, and tiers.gpu.budget leaves them {room}: raise it, drop "
+                "caches, or use fewer rows"
+            )
+
     # -- what users see -----------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
@@ -201,72 +236,12 @@ class Runtime:
         if self.closed:
             raise ClosedError("this TieredKV was closed: wrap the model again")
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values; see docs/stats.md for each field. Commits what has arrived first."""
-        with self.turn:
-            self.check_open()
-            if not self.executor.is_open:  # from a hook: nothing may change place under a running step
-                self.manager.poll()
-            metrics = self.metrics
-            return {
-                "attention": self.mode.value,
-                "block_tokens": self.group.shape.block_tokens,
-                "block_bytes": self.group.shape.block_bytes,
-                "prefill_chunk": self.config.prefill_chunk,
-                "max_chunk": self.executor.limits.max_chunk,
-                "tiers": {tier.label: self._tier_stats(tier) for tier in Tier},
-                "bytes_moved": metrics.edges(),
-                "blocks": self.manager.residency_len,
-                "sequences": len(self.manager.tables),
-                "steps": metrics.steps,
-                "steps_aborted": metrics.steps_aborted,
-                "tokens": metrics.tokens,
-                "moves_failed": metrics.moves_failed,
-                "moves_in_flight": len(self.placement.moves),
-                "nvme_sole_reads": metrics.nvme_sole_reads,
-                "recomputed_blocks": metrics.recomputed_blocks,
-                "stall_s": metrics.stall_s,
-            }
-
-    def _tier_stats(self, tier: Tier) -> dict[str, Any]:
-        store, pool = self._stores.get(tier), self._pools.get(tier)
-        if store is None or pool is None:
-            return {"budget_bytes": 0, "used_bytes": 0, "peak_bytes": 0, "ceiling_bytes": 0, "num_slots": 0,
-                    "used_slots": 0, "hit_frac": 0.0, "slices_read": 0, **self._only_copies(tier)}  # fmt: skip
-        fixed = self.gpu_budget.fixed_bytes if tier is Tier.GPU else 0
-        if isinstance(store, SlabStore):
-            used, peak = (fixed + num * store.slot_bytes for num in (pool.num_used, pool.peak_used))
-        else:  # segments are never given back before close, so now is the peak
-            used = peak = store.used_bytes()
-        stats: dict[str, Any] = {
-            "budget_bytes": self.budgets[tier],
-            "used_bytes": used,
-            "peak_bytes": peak,
-            "ceiling_bytes": store.ceiling_bytes() if isinstance(store, NvmeStore) else self.budgets[tier],
-            "num_slots": pool.ceiling,
-            "used_slots": pool.num_used,
-            "hit_frac": self.metrics.hit_frac(tier),
-            "slices_read": self.metrics.slices_read[tier],
-        }
-        if isinstance(store, NvmeStore):
-            stats["folder"] = str(store.folder)
-        return {**stats, **self._only_copies(tier)}
-
-    def _only_copies(self, tier: Tier) -> dict[str, int]:
-        if tier is not Tier.NVME:
-            return {}
-        each = self.group.shape.block_bytes
-        return {
-            "only_copy_bytes": self.placement.residency.num_only_nvme * each,
-            "only_copy_peak_bytes": self.metrics.only_copy_peak_blocks * each,
-        }
-
     def check_integrity(self) -> None:
         """Raise IntegrityError if any part contradicts itself or another. O(blocks)."""
         with self.turn:
             self.check_open()
             self.manager.check_integrity()
-            for store in self._stores.values():
+            for store in self.stores.values():
                 store.check_integrity()
 
     def close(self) -> None:
@@ -284,5 +259,5 @@ class Runtime:
         if self._engine is not None and not self._engine.close(self.config.io_timeout_s):
             logger.warning("transfers still hang after io_timeout_s: the nvme folder is left as it is")
             return  # a store that is being read or written cannot be taken away
-        for store in self._stores.values():
+        for store in self.stores.values():
             store.close()

@@ -73,7 +73,10 @@ class TransferEngine:
         deadline_s = time.monotonic() + timeout_s
         while self._running and time.monotonic() < deadline_s:
             time.sleep(0.001)
-        return not self._running
+        if self._running:
+            return False
+        self._pool.shutdown(wait=True)  # idle threads end at once; nobody should find one after close
+        return True
 
     # -- threads ----------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,21 @@ class LayerGroup:
     shape: BlockShape
     device: str
     dtype: str
+    heads: int
+    """Query heads of each layer."""
+    writes_scores: bool = False
+    """Whether attention has no kernel that does without writing its scores out (soft-capping)."""
+    num_untiered: int = 0
+    """Layers of the model beside these, that keep transformers' own cache (windows, linear attention)."""
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether partial attention computes in fp32 on copies of 16-bit K and V.
+
+        The CPU kernel rounds each piece's output to 16 bits, which the plain model does once. CUDA's kernels would pay
+        too much for it.
+        """
+        return self.shape.element_bytes == 2 and (self.device == "cpu" or self.writes_scores)
 
 
 class MovePurpose(enum.Enum):

@@ -25,19 +25,23 @@ TIMEOUT_S = 120
 WRONG_MODULE = 97  # exit status of GUARD
 
 CORE_TESTS = (
-    *(f"tests/unit/test_{name}.py" for name in ("slots", "block_table", "residency", "plan", "manager")),
+    *(f"tests/unit/test_{name}.py" for name in ("slots", "block_table", "residency", "plan", "manager", "batch")),
     "tests/stateful/test_manager.py",
 )
 STORE_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_store.py")
+TENSOR_TESTS = ("tests/property/test_attention.py", "tests/property/test_open_step.py")
 
-# Loaded by pytest in the copy: whatever the editable install points to, the mutated file must be what is tested.
+# Loaded by pytest in the copy: whatever the editable install points to, the mutated file must be what is tested. A
+# failure is wanted fast, not small: Hypothesis does not shrink.
 GUARD = f"""
-import importlib, os, pathlib, pytest
+import hypothesis, importlib, os, pathlib, pytest
 
 def pytest_configure():
     found = pathlib.Path(importlib.import_module(os.environ["KVTIER_MUTATED_MODULE"]).__file__).resolve()
     if pathlib.Path(__file__).resolve().parent not in found.parents:
         pytest.exit(f"tested {{found}} instead of the copy", returncode={WRONG_MODULE})
+    hypothesis.settings.register_profile("first", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+    hypothesis.settings.load_profile("first")
 """
 
 
@@ -52,6 +56,8 @@ class Mutant:
 
     @property
     def tests(self) -> tuple[str, ...]:
+        if self.file in (ATTENTION, OPEN_STEP):
+            return TENSOR_TESTS
         return STORE_TESTS if self.file.startswith("kvtier/stores/") else CORE_TESTS
 
     @property
@@ -59,6 +65,9 @@ class Mutant:
         return self.file.removesuffix(".py").replace("/", ".")
 
 
+SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
+    f"kvtier/{name}.py" for name in ("sequences", "step", "attention", "open_step")
+)
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
@@ -66,7 +75,7 @@ NVME, SEGMENT, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "seg
 
 MUTANTS = [
     # the manager
-    Mutant("fork counts no holder", MANAGER, "residency[block].holders += 1", "residency[block].holders += 0"),
+    Mutant("fork counts no holder", SEQUENCES, "residency[block].holders += 1", "residency[block].holders += 0"),
     Mutant(
         "stale tail copy kept after append",
         MANAGER,
@@ -76,14 +85,14 @@ MUTANTS = [
     Mutant(
         "seal ignored on crop",
         MANAGER,
-        "copies_tail = record.holders > 1 or record.state is BlockState.SEALED",
-        "copies_tail = record.holders > 1",
+        "(record.holders > 1 or record.state is BlockState.SEALED)",
+        "record.holders > 1",
     ),
     Mutant(
         "shared tail written in place",
         MANAGER,
-        "copies_tail = record.holders > 1 or record.state is BlockState.SEALED",
-        "copies_tail = record.state is BlockState.SEALED",
+        "(record.holders > 1 or record.state is BlockState.SEALED)",
+        "record.state is BlockState.SEALED",
     ),
     Mutant(
         "moving tail not waited for",
@@ -100,18 +109,17 @@ MUTANTS = [
     Mutant(
         "tail not pinned during its step",
         MANAGER,
-        "if tail is not None and not copies_tail and Tier.GPU in residency[tail].copies:\n"
-        "                self._pin(tail, pinned)\n            placement.make_room(Tier.GPU, wanted)\n",
-        "placement.make_room(Tier.GPU, wanted)\n"
-        "            if tail is not None and not copies_tail and Tier.GPU in residency[tail].copies:\n"
-        "                self._pin(tail, pinned)\n",
+        "            self._reserve_room(batch, new, tails)\n",
+        "            late, reserved.pinned = reserved.pinned, []\n"
+        "            [self.placement.residency.unpin(block, Tier.GPU) for block in late]\n"
+        "            self._reserve_room(batch, new, tails)\n"
+        "            [self._pin(block, reserved) for block in late]\n",
     ),
     Mutant(
         "aborted step keeps its new blocks",
         MANAGER,
-        "for block in (*(() if step.tail_copy is None else (step.tail_copy,)), *step.new_blocks):\n"
-        "            self.placement.release(block)",
-        "for block in step.new_blocks[1:]:\n            self.placement.release(block)",
+        "self._release([*(() if row.tail_copy is None else (row.tail_copy,)), *row.new_blocks])",
+        "self._release(row.new_blocks[1:])",
     ),
     Mutant(
         "demotion stops at high instead of low",
@@ -127,9 +135,106 @@ MUTANTS = [
     ),
     Mutant(
         "open blocks copied down early",
+        SEQUENCES,
+        "for index in range(table.num_full_blocks - 1, -1, -1):",
+        "for index in range(len(table.blocks) - 1, -1, -1):",
+    ),
+    Mutant(
+        "row without new tokens copies its tail",
         MANAGER,
-        "for block in reversed(table.blocks[: table.num_full_blocks]):",
-        "for block in reversed(table.blocks):",
+        "if new.num_tokens and (record.holders > 1 or",
+        "if (record.holders > 1 or",
+    ),
+    Mutant(
+        "tail that did not grow loses its lower copies",
+        MANAGER,
+        "elif tail is not None and new.num_tokens:",
+        "elif tail is not None:",
+    ),
+    Mutant(
+        "tail copied from the first row",
+        MANAGER,
+        "placement.copy_now(tail, MovePurpose.COPY_TAIL, slot)",
+        "placement.copy_now(self._last.tables[0].tail or tail, MovePurpose.COPY_TAIL, slot)",
+    ),
+    Mutant(
+        "failed step keeps the slots of the rows before",
+        MANAGER,
+        "            self._release(reserved.created)\n            raise",
+        "            raise",
+    ),
+    Mutant(
+        "failed step keeps pins of later rows",
+        MANAGER,
+        "for block in reserved.pinned:",
+        "for block in reserved.pinned[:1]:",
+    ),
+    Mutant(
+        "most new tokens of the first row alone",
+        MANAGER,
+        "tails = [table.tail_tokens for table in batch.tables]",
+        "tails = [table.tail_tokens for table in batch.tables[:1]]",
+    ),
+    Mutant(
+        "tails read in place are not counted",
+        MANAGER,
+        "if wanted + tails.count(_Tail.IN_PLACE) > ceiling:",
+        "if wanted > ceiling:",
+    ),
+    # rows of a batch
+    Mutant(
+        "join counts no holder",
+        SEQUENCES,
+        "residency[kept].holders += 1",
+        "residency[kept].holders += 0",
+    ),
+    Mutant(
+        "join ignores the parent block",
+        SEQUENCES,
+        "blocks.setdefault((parent, *identity), block)",
+        "blocks.setdefault(identity, block)",
+    ),
+    Mutant(
+        "row named twice is one row",
+        SEQUENCES,
+        "self._fork_row(table, batch.metrics) if table.sequence in kept else table",
+        "table",
+    ),
+    Mutant(
+        "rows that are not named are kept",
+        SEQUENCES,
+        "if table.sequence not in staying:",
+        "if table.sequence < 0:",
+    ),
+    Mutant(
+        "mask_end keeps the blocks",
+        SEQUENCES,
+        "self._release(batch.tables[row].mask_end(num_columns))",
+        "batch.tables[row].mask_end(num_columns)",
+    ),
+    Mutant(
+        "crop of the first row alone",
+        SEQUENCES,
+        "for table in batch.tables:\n            self._release(table.truncate(length))",
+        "for table in batch.tables[:1]:\n            self._release(table.truncate(length))",
+    ),
+    Mutant(
+        "padding behind the last token forgotten",
+        STEP,
+        "if self.num_columns > column:",
+        "if self.num_columns > column + 1:",
+    ),
+    Mutant(
+        "padding placed by column instead of token",
+        STEP,
+        "found.append(Padding(num_tokens, run.first - column))",
+        "found.append(Padding(column, run.first - column))",
+    ),
+    Mutant(
+        "shared block streamed for its first row alone",
+        PLAN,
+        "streamed[block][3].append(row)",
+        "pass",
     ),
     # placement
     Mutant(
@@ -238,7 +343,88 @@ MUTANTS = [
     ),
     Mutant("forks share their list of blocks", TABLE, "twin.blocks = list(self.blocks)", "twin.blocks = self.blocks"),
     Mutant("crop keeps the ids", TABLE, "        del self._ids[num_tokens:]\n", ""),
+    Mutant("length forgets padding", TABLE, "return self.num_tokens + sum(", "return self.num_tokens + 0 * sum("),
+    Mutant(
+        "join ignores positions",
+        TABLE,
+        "self._positions[first:last].tobytes(), padding",
+        'b"", padding',
+    ),
+    Mutant(
+        "join ignores padding",
+        TABLE,
+        "self._positions[first:last].tobytes(), padding",
+        "self._positions[first:last].tobytes(), ()",
+    ),
+    Mutant("join of unknown ids", TABLE, "if last > len(self._ids):", "if last > self.num_tokens:"),
+    Mutant(
+        "pieces start in front of the padding",
+        TABLE,
+        "for p in self.padding if p.at <= first)",
+        "for p in self.padding if p.at < first)",
+    ),
+    Mutant(
+        "pieces bridge padding",
+        TABLE,
+        "column += padding.at - first + padding.count",
+        "column += padding.at - first",
+    ),
+    Mutant("crop keeps a run of padding whole", TABLE, "min(padding.count, left)", "padding.count"),
+    Mutant("runs of padding side by side", TABLE, "if self.padding and self.padding[-1].at == at:", "if at < 0:"),
+    Mutant("forks share their padding", TABLE, "twin.padding = list(self.padding)", "twin.padding = self.padding"),
     Mutant("runs bridge a gap", PLAN, "slot != last + 1:", "slot > last + 2:"),
+    # attention
+    Mutant(
+        "padding is attended to",
+        ATTENTION,
+        "keys, values = keys.index_select(2, columns), values.index_select(2, columns)",
+        "keys, values = keys[:, :, : len(columns)], values[:, :, : len(columns)]",
+    ),
+    Mutant(
+        "padding sees later tokens",
+        ATTENTION,
+        "keys[:, :, :seen], values[:, :, :seen], kernel)",
+        "keys, values, kernel)",
+    ),
+    Mutant(
+        "padding that sees nothing weighs something",
+        ATTENTION,
+        'torch.full((*grid, num_columns), float("-inf"),',
+        "torch.full((*grid, num_columns), 0.0,",
+    ),
+    Mutant(
+        "new tokens see later ones",
+        ATTENTION,
+        "_call(query, keys, values, kernel, causal=True)",
+        "_call(query, keys, values, kernel, causal=False)",
+    ),
+    Mutant("softcap without its slope", ATTENTION, "torch.tanh(scores / kernel.softcap)", "torch.tanh(scores)"),
+    Mutant(
+        "sinks of other heads",
+        ATTENTION,
+        "sinks.float().reshape(1, kv_heads, -1, 1)",
+        "sinks.float().flip(0).reshape(1, kv_heads, -1, 1)",
+    ),
+    Mutant("wide computes in 16 bits", ATTENTION, "if kernel.wide:", "if kernel.wide is None:"),
+    Mutant("columns between padding not picked", OPEN_STEP, "if len(runs) == 1:", "if runs:"),
+    Mutant(
+        "tail attended past its end",
+        OPEN_STEP,
+        "slot, length = row.tail_slot, row.table.tail_tokens",
+        "slot, length = row.tail_slot, row.table.block_tokens",
+    ),
+    Mutant(
+        "decode leaves out the token itself", OPEN_STEP, "write.slot, write.start + 1", "write.slot, write.start or 1"
+    ),
+    Mutant("streamed block seen by every row", OPEN_STEP, "if row in source.rows:", "if source.rows:"),
+    Mutant("pieces of the next row too", OPEN_STEP, "min(start + at_once, last)", "start + at_once"),
+    Mutant("stale bytes where padding is", OPEN_STEP, "if step.batch.is_padded:", "if step.batch is None:"),
+    Mutant(
+        "new token's own piece not counted",
+        OPEN_STEP,
+        "bool(row.writes) or row.tail_slot is not None",
+        "row.tail_slot is not None",
+    ),
     # the stores
     Mutant("nvme checksum not compared", NVME, "if actual != expected:", "if expected < 0:"),
     Mutant(
@@ -334,7 +520,7 @@ def try_unmutated() -> bool:
     """Whether the tests pass on a copy as it is; otherwise catching mutants would prove nothing."""
     with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as name:
         make_copy(Path(name))
-        status, output = run_tests(Path(name), "kvtier.manager", (*CORE_TESTS, *STORE_TESTS))
+        status, output = run_tests(Path(name), "kvtier.manager", (*CORE_TESTS, *STORE_TESTS, *TENSOR_TESTS))
     if status:
         print(f"the tree as it is fails (pytest ended with {status}):\n{output[-3000:]}")
     return status == 0

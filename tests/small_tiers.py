@@ -5,20 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.manager import TierManager
-from kvtier.metrics import Metrics
+from kvtier.metrics import Metrics, SequenceMetrics
 from kvtier.placement import Placement, Watermark
 from kvtier.policies.fifo import FIFO
 from kvtier.policies.lru import LRU
 from kvtier.policies.mru import MRU
 from kvtier.policies.recency import Recency
 from kvtier.slots import SlotPool
-from kvtier.step import Write
+from kvtier.step import NewColumns, Run, Write
 from kvtier.testing import FakeEngine
 from kvtier.types import BlockId, Engine, EvictionPolicy, Move, MoveResult, MoveStatus, SequenceId, Slot, Tier
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru": LRU, "mru": MRU, "recency": Recency}
+
+
+Columns = Sequence[int | None]
+"""New columns of one row: token ids, and None where there is padding."""
+
+
+def columns(ids: Columns, positions: list[int] | None = None) -> NewColumns:
+    """What a row gets in a step. `positions` are those of the tokens."""
+    runs: list[Run] = []
+    for column, token_id in enumerate(ids):
+        if token_id is None:
+            continue
+        if runs and runs[-1].first + runs[-1].count == column:
+            runs[-1] = Run(runs[-1].first, runs[-1].count + 1)
+        else:
+            runs.append(Run(column, 1))
+    return NewColumns(len(ids), tuple(runs), [token_id for token_id in ids if token_id is not None], positions)
 
 
 class Everything:
@@ -107,43 +125,73 @@ class House:
     placement: Placement
     engine: HangingEngine
 
-    def write(self, write: Write, token_ids: list[int]) -> None:
-        """Put a step's tokens in its gpu slot, as the attention layers do: in place, before the commit."""
+    def write(self, write: Write, cells: Sequence[int]) -> None:
+        """Put a row's new tokens in its gpu slot, as the attention layers do: in place, before the commit."""
         at = (Tier.GPU, write.slot)
-        cells = list(self.cells(*at))
-        cells[write.start : write.start + write.count] = token_ids[write.offset : write.offset + write.count]
-        self.engine.bytes_by_slot[at] = tuple(cells)
+        held = list(self.cells(*at))
+        held[write.start : write.start + write.count] = cells[write.offset : write.offset + write.count]
+        self.engine.bytes_by_slot[at] = tuple(held)
 
     def cells(self, tier: Tier, slot: Slot) -> tuple[int, ...]:
         """What a slot holds; garbage where nothing was written."""
         found = self.engine.bytes_by_slot.get((tier, slot))
         return found if isinstance(found, tuple) else (-1,) * self.manager.block_tokens
 
-    def append(self, table: BlockTable, token_ids: list[int]) -> None:
-        """One whole step."""
-        step = self.manager.begin_step(table, len(token_ids))
-        for write in step.writes:
-            self.write(write, token_ids)
-        self.manager.commit_step(step, token_ids)
+    def append(self, batch: Batch, ids: Columns | Sequence[Columns]) -> None:
+        """One whole step: a row's new columns, or those of each row. None is a padding column."""
+        rows = [ids] if isinstance(ids[0], int | None) else ids
+        step = self.manager.begin_step(batch, [columns(row) for row in rows])  # type: ignore[arg-type]
+        for row in step.rows:
+            for write in row.writes:
+                self.write(write, row.new.token_ids or [])
+        self.manager.commit_step(step)
 
-    def read(self, table: BlockTable) -> list[int]:
-        """Every committed token: full blocks where the plan says, the tail in its fastest tier."""
-        plan = self.manager.plan(table)
-        parts = {block.index: self.cells(Tier.GPU, block.slot) for block in plan.resident}
-        parts.update({source.index: self.cells(source.tier, source.slot) for source in plan.streamed})
-        assert sorted(parts) == list(range(table.num_full_blocks))
-        assert sum(run.count for run in plan.runs) == len(plan.resident)
-        read = [cell for index in sorted(parts) for cell in parts[index]]
-        if table.tail is not None:
-            record = self.placement.residency[table.tail]
-            assert record.fastest is not None
-            read += self.cells(record.fastest, record.copies[record.fastest])[: table.tail_tokens]
+    def read(self, batch: Batch, row: int = 0) -> list[int]:
+        """Every committed token of a row."""
+        return self.read_rows(batch)[row]
+
+    def read_rows(self, batch: Batch) -> list[list[int]]:
+        """Every committed token, by row: full blocks where the plan says, the tail in its fastest tier."""
+        plan = self.manager.plan(batch)
+        assert len({source.block for source in plan.streamed}) == len(plan.streamed)
+        read: list[list[int]] = []
+        for number, (table, row) in enumerate(zip(batch.tables, plan.rows, strict=True)):
+            parts = {block.index: self.cells(Tier.GPU, block.slot) for block in row.resident}
+            streamed = [source for source in plan.streamed if number in source.rows]
+            parts.update({source.index: self.cells(source.tier, source.slot) for source in streamed})
+            assert len(parts) == len(row.resident) + len(streamed)
+            assert sorted(parts) == list(range(table.num_full_blocks))
+            slots = [slot for run in row.runs for slot in range(run.first, run.first + run.count)]
+            assert slots == sorted(block.slot for block in row.resident)
+            read.append([cell for index in sorted(parts) for cell in parts[index]])
+            if table.tail is not None:
+                record = self.placement.residency[table.tail]
+                assert record.fastest is not None
+                read[-1] += self.cells(record.fastest, record.copies[record.fastest])[: table.tail_tokens]
         return read
 
-    def tiers_of(self, table: BlockTable) -> list[str]:
+    def read_alone(self, table: BlockTable) -> list[int]:
+        """`read` of a row whatever batch it is in."""
+        return self.read(Batch([table], SequenceMetrics()))
+
+    def tiers_of(self, batch: Batch, row: int = 0) -> list[str]:
         """Where each block's valid copies are, fastest first: `gpu`, `gpu+cpu`, …"""
         residency = self.placement.residency
-        return ["+".join(tier.label for tier in sorted(residency[block].copies)) for block in table.blocks]
+        return ["+".join(tier.label for tier in sorted(residency[block].copies)) for block in batch.tables[row].blocks]
+
+    def filled(self, num_tokens: int, first_id: int = 0) -> Batch:
+        """A new idle batch of one row with that many tokens, in steps of one block, its full blocks sealed."""
+        batch = self.manager.new_batch()
+        for start in range(0, num_tokens, 4):
+            self.append(batch, list(range(first_id + start, first_id + min(start + 4, num_tokens))))
+        self.manager.leave(batch)
+        return batch
+
+    def check(self) -> None:
+        """Everything agrees, and every row reads as the tokens that were written."""
+        self.manager.check_integrity()
+        for table in self.manager.tables.values():
+            assert self.read_alone(table) == table.token_ids()
 
     def drain(self) -> None:
         """Wait for every move."""

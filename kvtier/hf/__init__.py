@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from kvtier.hf.attention import Patch, check_mask_kind, current_step
 from kvtier.hf.cache import TieredCache
-from kvtier.hf.describe import VERIFIED_FAMILIES, cache_keyword, describe, num_heads
-from kvtier.hf.wrapped import WrappedMethod, check_process, weights_mark
+from kvtier.hf.describe import VERIFIED_FAMILIES, cache_keyword, describe, new_untiered, transformers_model
+from kvtier.hf.wrapped import WeightsMark, WrappedMethod, check_one_adapter, check_own_inputs, check_process
 
 __all__ = [
     "VERIFIED_FAMILIES",
     "Patch",
     "TieredCache",
+    "WeightsMark",
     "WrappedMethod",
     "cache_keyword",
     "check_mask_kind",
+    "check_one_adapter",
+    "check_own_inputs",
     "check_process",
     "current_step",
     "describe",
-    "num_heads",
-    "weights_mark",
+    "new_untiered",
+    "transformers_model",
 ]

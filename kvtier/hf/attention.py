@@ -14,8 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtier.errors import UnsupportedError, UnsupportedModelError
-from kvtier.executor import OpenStep
 from kvtier.hf.describe import NAME
+from kvtier.open_step import OpenStep
 from kvtier.types import AttentionMode
 
 current_step: ContextVar[OpenStep | None] = ContextVar("kvtier_current_step", default=None)
@@ -27,6 +27,7 @@ _NEUTRAL = frozenset(
         "cache_position",
         "is_causal",
         "logits_to_keep",
+        "output_router_logits",
         "output_hidden_states",
         "position_embeddings",
         "position_ids",
@@ -35,6 +36,9 @@ _NEUTRAL = frozenset(
         "use_cache",
     }
 )
+
+# Those that change it, and that a partial attention honours.
+_HONOURED = frozenset({"softcap", "s_aux"})
 
 _originals: dict[int, str] = {}
 """By id of a wrapped model's config (kept alive by its Patch): the attention implementation it had."""
@@ -56,17 +60,19 @@ def attention_function(
 ) -> Any:
     """transformers' attention interface: tiered inside a step, the model's own function outside of one."""
     opened = current_step.get()
-    if opened is None:
+    if opened is None or not opened.is_tiered(module.layer_idx):
         return _original_attention(module)(module, query, key, value, attention_mask, **kwargs)
     _check_keywords(kwargs)
     if opened.mode is AttentionMode.GATHERED:
+        _check_gathered(opened, module, attention_mask, kwargs)
         keys, values = opened.gather(module.layer_idx, key, value)
         return _original_attention(module)(module, query, keys, values, attention_mask, **kwargs)
     if attention_mask is not None:
         raise UnsupportedError("a prepared attention mask reached a tiered layer: only plain causal masks work")
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return opened.attend(module.layer_idx, query, key, value, scale), None
+    changes = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    return opened.attend(module.layer_idx, query, key, value, scale, **changes), None
 
 
 def _check_keywords(kwargs: dict[str, Any]) -> None:
@@ -75,25 +81,41 @@ def _check_keywords(kwargs: dict[str, Any]) -> None:
     if kwargs.get("dropout"):
         raise UnsupportedError(f"attention dropout {kwargs['dropout']} cannot be honoured exactly: call model.eval()")
     for name, value in kwargs.items():
-        if name not in _NEUTRAL and name != "dropout" and value is not None and value is not False:
+        known = name in _NEUTRAL or name in _HONOURED or name == "dropout"
+        if not known and value is not None and value is not False:
             raise UnsupportedError(f"the attention keyword {name}={value!r:.60} cannot be honoured on tiered layers")
+
+
+def _check_gathered(opened: OpenStep, module: Any, mask: Any, kwargs: dict[str, Any]) -> None:
+    original = _originals[id(module.config)]
+    if kwargs.get("s_aux") is not None and original != "eager":
+        raise UnsupportedError(f"{original} attention drops attention sinks (s_aux): load the model with 'eager'")
+    if mask is not None and all(mask.data_ptr() != made.data_ptr() for made in opened.causal_masks):
+        raise UnsupportedError("a mask that is not the plain causal one reached a tiered layer")
 
 
 def check_mask_kind(mask: Any) -> None:
     """Raise UnsupportedError unless the attention mask that a caller passed is absent or 2D."""
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         kind = f"{mask.ndim}D" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise UnsupportedError(f"a {kind} attention_mask is not supported: pass a 2D mask of ones, or none")
+        raise UnsupportedError(f"a {kind} attention_mask is not supported: pass a 2D mask of all tokens, or none")
 
 
 def mask_function(**kwargs: Any) -> Any:
     """transformers' mask interface: the model's own mask, or none for a blockwise step (causal by construction)."""
     opened = current_step.get()
-    if opened is not None and kwargs.get("mask_function") is not causal_mask_function:
+    own = ALL_MASK_ATTENTION_FUNCTIONS[_originals[id(kwargs.get("config"))]]
+    if opened is None:
+        return own(**kwargs)
+    is_causal = kwargs.get("mask_function") is causal_mask_function
+    if not is_causal and not opened.has_untiered:
         raise UnsupportedError("the model asks for a mask that is not plain causal on a tiered layer")
-    if opened is not None and opened.mode is AttentionMode.BLOCKWISE:
+    if is_causal and opened.mode is AttentionMode.BLOCKWISE:
         return None
-    return ALL_MASK_ATTENTION_FUNCTIONS[_originals[id(kwargs.get("config"))]](**kwargs)
+    mask = own(**kwargs)
+    if is_causal and mask is not None:
+        opened.causal_masks.append(mask)
+    return mask
 
 
 @dataclass

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvtier.block_table import BlockTable
+from kvtier.batch import Batch
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.hf.attention import current_step
+from kvtier.hf.untiered import UntieredLayers
 from kvtier.runtime import Runtime
 
-_ONE_ROW = "a TieredCache holds one row for now: beams and batches come with a later version"
 
-
-@dataclass
+@dataclass(eq=False)
 class CacheState:
     """What layers and cache share. Refers to neither, so that dropping the cache drops everything at once."""
 
     runtime: Runtime
-    table: BlockTable
+    batch: Batch
+    untiered: UntieredLayers
+    num_rows: int | None = None
+    """Rows that the caller asked for; None: whatever the first call has."""
     weights: int = 0
     """Mark of the weights that the tokens held were computed with."""
+    user: int | None = None
+    """The thread that is generating with this cache."""
+    held_of_prompt: int = 0
+    """Columns to drop from the next forward: assisted decoding passes the whole prompt again, held or not."""
+    _uses: int = field(default=0, repr=False)
+
+    def has_current_weights(self) -> bool:
+        """Whether the tokens held, if any, were computed with the model as it is now."""
+        return self.batch.length == 0 or self.weights == self.runtime.weights_mark()
 
     def check_weights(self) -> None:
         """Raise UnsupportedError if the model is no longer the one that made this KV."""
-        now = self.runtime.weights_mark()
-        if self.table.num_tokens == 0:
-            self.weights = now
-        elif self.weights != now:
+        if self.batch.length == 0:
+            self.weights = self.runtime.weights_mark()
+        elif not self.has_current_weights():
             raise UnsupportedError(
-                f"the model's weights changed since this cache's {self.table.num_tokens} tokens were computed: its KV "
+                f"the model's weights changed since this cache's {self.batch.length} tokens were computed: its KV "
                 "is an old model's; use a new cache, or cache.reset()"
             )
 
@@ -42,12 +54,59 @@ class CacheState:
         if self.runtime.closed:
             raise ClosedError("this cache's TieredKV was closed: its KV is gone; make a new wrapper and a new cache")
 
-    def length(self, layer: int) -> int:
-        """Logical length: committed, plus what this layer appended in the open step."""
+    def check_between_steps(self, operation: str) -> None:
+        """Raise UnsupportedError inside a step of this cache, ClosedError after close."""
+        self.check_open()
         opened = current_step.get()
-        if opened is not None and opened.step.table is self.table:
+        if opened is not None and opened.step.batch is self.batch:
+            raise UnsupportedError(f"{operation} inside a step of the same cache: call it between steps")
+
+    def enter(self) -> None:
+        """This thread generates with the cache until as many `leave`s. The turn is held.
+
+        Raises:
+            UnsupportedError: another thread does.
+        """
+        me = threading.get_ident()
+        if self._uses and self.user != me:
+            raise UnsupportedError("another thread is generating with this cache: give each its own, or fork() it")
+        self.runtime.manager.enter(self.batch)
+        self.user = me
+        self._uses += 1
+
+    def leave(self) -> None:
+        """Take back one `enter`. The turn is held."""
+        self._uses -= 1
+        self.held_of_prompt = 0
+        self.runtime.manager.leave(self.batch)
+
+    def take_rows(self, num_rows: int) -> None:
+        """Give an empty cache the rows of its first call.
+
+        Raises:
+            UnsupportedError: it was made for another number, or holds tokens in another number; nothing changed.
+        """
+        held = self.batch.num_rows
+        if num_rows == held:
+            return
+        if self.batch.length:
+            raise UnsupportedError(
+                f"the cache holds {held} rows, the call has {num_rows} (prompts x beams or return sequences): use "
+                "cache.batch_repeat_interleave or cache.batch_select_indices first, or a new cache"
+            )
+        if self.num_rows is not None:
+            raise UnsupportedError(
+                f"the cache was made with new_cache(batch_size={self.num_rows}), the call has {num_rows} rows (prompts "
+                "x beams or return sequences): leave batch_size out, or give that number"
+            )
+        self.runtime.manager.resize(self.batch, num_rows)
+
+    def length(self, layer: int) -> int:
+        """Logical length in columns: committed, plus what this layer appended in the open step."""
+        opened = current_step.get()
+        if opened is not None and opened.step.batch is self.batch:
             return opened.step.length(layer)
-        return self.table.num_tokens
+        return self.batch.length
 
 
 class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' subclass hook has no types
@@ -71,7 +130,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         """Append the step's K and V; returns them alone: attention finds the rest itself."""
         self._state.check_open()
         opened = current_step.get()
-        if opened is None or opened.step.table is not self._state.table:
+        if opened is None or opened.step.batch is not self._state.batch:
             raise UnsupportedError(
                 "a TieredCache was used outside of its wrapped model's forward: call tiered.generate or tiered(...)"
             )
@@ -79,7 +138,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Tokens held, pending ones included."""
+        """Tokens held, pending ones and padding included."""
         return self._state.length(self._layer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -96,70 +155,120 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
 
 
 class TieredCache(Cache):
-    """A transformers Cache for one conversation, with its KV on the wrapper's tiers. From `tiered.new_cache()`.
+    """A transformers Cache with its KV on the wrapper's tiers. From `tiered.new_cache()`.
+
+    It has a row for each prompt, beam or return sequence. Rows share equal full blocks. Layers with windows or linear
+    attention keep transformers' own layer cache beside it, untiered.
 
     Dropping the object frees its blocks at the next step of any cache. `copy.deepcopy` forks: blocks are shared.
     """
 
-    def __init__(self, runtime: Runtime, table: BlockTable | None = None, weights: int = 0) -> None:
-        table = runtime.manager.new_sequence() if table is None else table
-        self.state = CacheState(runtime, table, weights)
-        layers: list[Any] = [TieredLayer(self.state, layer) for layer in runtime.group.layers]
-        super().__init__(layers=layers)
+    def __init__(self, runtime: Runtime, num_rows: int | None = None, *, fork_of: CacheState | None = None) -> None:
+        if fork_of is None:
+            batch = runtime.manager.new_batch(1 if num_rows is None else num_rows)
+            untiered = UntieredLayers(runtime.new_untiered())
+            self.state = CacheState(runtime, batch, untiered, num_rows)
+        else:
+            batch = runtime.manager.fork(fork_of.batch)
+            untiered = UntieredLayers(fork_of.untiered.fork())
+            self.state = CacheState(runtime, batch, untiered, fork_of.num_rows, fork_of.weights)
+        runtime.untiered.add(untiered)
+        layers = {index: TieredLayer(self.state, index) for index in runtime.group.layers} | untiered.layers
+        super().__init__(layers=[layers[index] for index in range(len(layers))])
         # Takes no lock and runs no code of ours in the collector: the next step drains the deque.
-        weakref.finalize(self, runtime.manager.dropped.append, table.sequence).atexit = False
+        weakref.finalize(self, runtime.manager.dropped.append, batch).atexit = False
+
+    @property
+    def batch_size(self) -> int:
+        """Rows: prompts times beams or return sequences."""
+        return self.state.batch.num_rows
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids of the tokens held, oldest first; empty if any were fed as embeddings."""
-        return self.state.table.token_ids()
+        """The ids of the tokens held, oldest first, without padding; empty if any were fed as embeddings.
+
+        Raises:
+            UnsupportedError: the cache has several rows: ask `row_token_ids(row)`.
+        """
+        if self.batch_size != 1:
+            raise UnsupportedError(f"the cache has {self.batch_size} rows: ask cache.row_token_ids(row)")
+        return self.row_token_ids(0)
+
+    def row_token_ids(self, row: int) -> list[int]:
+        """The ids of the tokens that one row holds, as `token_ids`. Raises IndexError for no such row."""
+        return self.state.batch.tables[row].token_ids()
 
     def stats(self) -> dict[str, object]:
-        """This conversation's counters: `tokens`, `blocks`, `nvme_read_bytes`, and `slices_read` per tier."""
-        table = self.state.table
-        metrics = self.state.runtime.manager.metrics_of(table.sequence)
-        return {"tokens": table.num_tokens, "blocks": len(table.blocks), **metrics.as_dict()}
+        """This cache's counters: `rows`, `tokens` and `blocks` (shared ones once), `nvme_read_bytes`, `slices_read`."""
+        tables = self.state.batch.tables
+        return {
+            "rows": len(tables),
+            "tokens": sum(table.num_tokens for table in tables),
+            "blocks": len({block for table in tables for block in table.blocks}),
+            "untiered_bytes": self.state.untiered.num_bytes,
+            **self.state.batch.metrics.as_dict(),
+        }
 
     def fork(self) -> TieredCache:
         """A cache of its own with the same tokens; full blocks are shared, tails copied when either side appends."""
-        self.state.check_open()
+        self.state.check_between_steps("fork")
         with self.state.runtime.turn:
-            twin = self.state.runtime.manager.fork(self.state.table)
-            return TieredCache(self.state.runtime, twin, self.state.weights)
+            return TieredCache(self.state.runtime, fork_of=self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         return self.fork()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens, on every tier; 0 does nothing.
+        """Drop the last `-tokens_to_remove` tokens of every row, on every tier; 0 does nothing.
 
         Raises:
-            UnsupportedError: a positive number, which older transformers took for a length; nothing was dropped.
+            UnsupportedError: a positive number, which older transformers took for a length, or an untiered layer has
+                forgotten what lies before; nothing was dropped.
         """
-        self.state.check_open()
+        self.state.check_between_steps("crop")
         if tokens_to_remove > 0:
             raise UnsupportedError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
-        opened = current_step.get()
-        if opened is not None and opened.step.table is self.state.table:
-            raise UnsupportedError("crop inside a step of the same cache: call it between steps")
-        table = self.state.table
+        batch = self.state.batch
         with self.state.runtime.turn:
-            self.state.runtime.manager.truncate(table, max(0, table.num_tokens + tokens_to_remove))
+            self.state.untiered.crop(max(tokens_to_remove, -batch.length))
+            if tokens_to_remove:
+                self.state.runtime.manager.truncate(batch, max(0, batch.length + tokens_to_remove))
 
     def reset(self) -> None:
-        """Forget every token and free the blocks."""
-        self.crop(-self.state.table.num_tokens)
+        """Forget every token and free the blocks. The next call may have another number of rows."""
+        self.state.check_between_steps("reset")
+        runtime = self.state.runtime
+        with runtime.turn:
+            runtime.manager.truncate(self.state.batch, 0)
+            # New ones: linear-attention layers would keep states of the old number of rows.
+            self.state.untiered.restore({index: vars(layer) for index, layer in runtime.new_untiered().items()})
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refused unless it changes nothing."""
-        self.batch_select_indices(beam_idx)
+        """Make row `i` what row `beam_idx[i]` was: full blocks are shared by count, tails copied at the next append."""
+        self._select("reorder_cache", beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused unless it selects the one row."""
-        if list(indices) != [0]:
-            raise UnsupportedError(_ONE_ROW)
+        """Keep the rows named by `indices`, in that order; a mask of one boolean a row works too."""
+        chosen = torch.as_tensor(indices)
+        self._select(
+            "batch_select_indices", (chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen).tolist()
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused unless it changes nothing."""
-        if repeats != 1:
-            raise UnsupportedError(_ONE_ROW)
+        """Each row `repeats` times, side by side; blocks are shared."""
+        self._select("batch_repeat_interleave", [row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def _select(self, operation: str, rows: Sequence[int]) -> None:
+        self.state.check_between_steps(operation)
+        held = self.batch_size
+        if not rows or any(not -held <= row < held for row in rows):
+            raise UnsupportedError(f"{operation}: rows {list(rows)[:8]} of a cache of {held} rows")
+        rows = [row % held for row in rows]
+        if rows == list(range(held)):
+            return
+        with self.state.runtime.turn:
+            self.state.runtime.manager.select(self.state.batch, rows)
+            if self.state.batch.length:
+                self.state.untiered.select(torch.tensor(rows, device=self.state.runtime.group.device))
+            if len(rows) != held:
+                self.state.num_rows = None  # the caller has said what it wants

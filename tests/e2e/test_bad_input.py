@@ -103,28 +103,52 @@ CALLS: dict[str, Case] = {
     ),
     "a padded mask": (
         lambda c: c.generate(attention_mask=torch.ones_like(c.ids).index_fill(1, torch.tensor([0]), 0)),
-        UnsupportedError, "padding.*pass",
+        UnsupportedError, "hides token 0.*pass",
     ),
-    "a padded mask to forward": (
+    "a mask with a hole in what is held": (
         lambda c: c.call(attention_mask=torch.ones(1, 177).index_fill(1, torch.tensor([3]), 0)),
-        UnsupportedError, "padding.*pass",
+        UnsupportedError, "hides token 3.*later ones.*pass",
     ),
-    "a short mask": (lambda c: c.call(attention_mask=torch.ones(1, 8)), UnsupportedError, "8 tokens.*177.*pass"),
-    "odd positions": (lambda c: c.call(position_ids=torch.arange(8)[None]), UnsupportedError, "position_ids.*169"),
+    "a short mask": (
+        lambda c: c.call(attention_mask=torch.ones(1, 8)), UnsupportedError, r"\(1, 8\).*\(1, 177\).*pass",
+    ),
+    "a mask of too many rows": (
+        lambda c: c.call(attention_mask=torch.ones(2, 177)), UnsupportedError, r"\(2, 177\).*\(1, 177\)",
+    ),
+    "too few positions": (
+        lambda c: c.call(position_ids=torch.arange(7)[None]), UnsupportedError, r"position_ids.*\(1, 7\).*\[1, 8\]",
+    ),
+    "positions of three axes": (
+        lambda c: c.call(position_ids=torch.arange(8).repeat(3, 1, 1)), UnsupportedError, r"position_ids.*\(3, 1, 8\)",
+    ),
     "no tokens": (lambda c: c.call(torch.empty(1, 0, dtype=torch.long)), UnsupportedError, "no new tokens"),
     "ids and embeddings": (lambda c: c.call(inputs_embeds=torch.zeros(1, 8, 96)), UnsupportedError, "exactly one"),
-    "two rows": (lambda c: c.generate(c.ids.repeat(2, 1)), UnsupportedError, "2 rows.*one row a cache"),
-    "two rows to forward": (lambda c: c.call(tokens(8).repeat(2, 1)), UnsupportedError, "2 rows.*one row a cache"),
-    "a cache of two rows": (lambda c: c.tiered.new_cache(batch_size=2), UnsupportedError, "batch_size=2.*one row"),
-    "beams": (lambda c: c.generate(num_beams=2), UnsupportedError, "num_beams=2"),
+    "two rows": (
+        lambda c: c.generate(c.ids.repeat(2, 1)), UnsupportedError, "holds 1 rows.*has 2.*batch_repeat_interleave",
+    ),
+    "two rows to forward": (lambda c: c.call(tokens(8).repeat(2, 1)), UnsupportedError, "holds 1 rows.*has 2"),
+    "a cache of no rows": (lambda c: c.tiered.new_cache(batch_size=0), UnsupportedError, "batch_size=0.*one row"),
+    "a cache made for two rows": (
+        lambda c: c.generate(cache=c.tiered.new_cache(batch_size=2)), UnsupportedError, "batch_size=2.*has 1 rows",
+    ),
+    "beams": (lambda c: c.generate(num_beams=2), UnsupportedError, "holds 1 rows.*has 2.*batch_repeat_interleave"),
     "beams in a config": (
-        lambda c: c.generate(generation_config=generation(num_beams=2)), UnsupportedError, "num_beams=2",
+        lambda c: c.generate(generation_config=generation(num_beams=2)), UnsupportedError, "holds 1 rows.*has 2",
     ),
     "return sequences": (
-        lambda c: c.generate(num_return_sequences=2, do_sample=True), UnsupportedError, "num_return_sequences=2",
+        lambda c: c.generate(num_return_sequences=2, do_sample=True), UnsupportedError, "holds 1 rows.*has 2",
     ),
-    "an assistant": (lambda c: c.generate(assistant_model=c.model), UnsupportedError, "assistant_model"),
-    "prompt lookup": (lambda c: c.generate(prompt_lookup_num_tokens=3), UnsupportedError, "prompt_lookup_num_tokens"),
+    "an early exit": (lambda c: c.generate(assistant_early_exit=1), UnsupportedError, "assistant_early_exit=1.*skipped"),
+    "contrastive search": (lambda c: c.generate(penalty_alpha=0.6), UnsupportedError, "penalty_alpha=0.6"),
+    "DoLa": (lambda c: c.generate(dola_layers="low"), UnsupportedError, "dola_layers='low'"),
+    "custom code": (lambda c: c.generate(custom_generate="x/y"), UnsupportedError, "custom_generate='x/y'"),
+    "rows that are not there": (
+        lambda c: c.cache.batch_select_indices(torch.tensor([1])), UnsupportedError, r"rows \[1\] of a cache of 1",
+    ),
+    "a beam that is not there": (
+        lambda c: c.cache.reorder_cache(torch.tensor([0, 2])), UnsupportedError, r"reorder_cache: rows \[0, 2\]",
+    ),
+    "no row at all": (lambda c: c.cache.batch_repeat_interleave(0), UnsupportedError, "batch_repeat_interleave"),
     "attentions": (lambda c: c.generate(output_attentions=True), UnsupportedError, "output_attentions"),
     "attentions in a config": (
         lambda c: c.generate(generation_config=generation(output_attentions=True, return_dict_in_generate=True)),
@@ -186,11 +210,10 @@ _MOE = dict(moe_intermediate_size=16, n_routed_experts=2, first_k_dense_replace=
 _T5 = dict(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "gemma2": (lambda: tiny_from(hf.Gemma2Config, attention="eager", **_SMALL, head_dim=16), "Gemma2.*window"),
-    "mistral": (lambda: tiny_from(hf.MistralConfig, **_SMALL, sliding_window=64), "Mistral.*window"),
+    "mistral": (lambda: tiny_from(hf.MistralConfig, **_SMALL, sliding_window=64), "Mistral.*SlidingWindow.*nothing to tier"),
     "qwen2": (
-        lambda: tiny_from(hf.Qwen2Config, **_SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-        "Qwen2.*window",
+        lambda: tiny_from(hf.Qwen2Config, **_SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0),
+        "Qwen2.*SlidingWindow.*nothing to tier",
     ),
     "falcon": (lambda: tiny_from(hf.FalconConfig, **_SMALL), "Falcon.*not verified.*verified: llama"),
     "bloom": (

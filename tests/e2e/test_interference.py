@@ -159,8 +159,8 @@ def test_two_threads_on_one_cache_append_one_after_the_other_or_are_refused(
         def work(answers: list[torch.Tensor] = answers) -> None:
             with torch.no_grad():
                 try:
-                    positions = torch.tensor([[64]])
-                    answers.append(tiered(IDS[:, 64:65], position_ids=positions, cache=cache).logits)
+                    mask = torch.ones(1, 65)
+                    answers.append(tiered(IDS[:, 64:65], attention_mask=mask, cache=cache).logits)
                 except KVTierError:
                     pass
 

@@ -1,4 +1,4 @@
-"""The tier manager against a plain model: lists of token ids, and lists of shared blocks."""
+"""The tier manager against a plain model: batches of rows, each a list of columns and a list of shared blocks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvtier.block_table import BlockTable
-from kvtier.errors import BlockLostError, CapacityError, TransferTimeoutError
+from kvtier.batch import Batch
+from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError
 from kvtier.residency import BlockState
-from kvtier.step import Step
+from kvtier.step import NewColumns, RowStep, Step
 from kvtier.types import BlockId, Tier
-from tests.small_tiers import BROKEN_POLICIES, POLICIES, Everything, House, build
+from tests.small_tiers import BROKEN_POLICIES, POLICIES, Everything, House, build, columns
 
 BLOCK_TOKENS = 4
-MAX_SEQUENCES = 6
+MAX_BATCHES = 6
+MAX_ROWS = 9  # of all batches together
 # tests/mutants.py wants a failure fast, a person wants it small.
 NUM_EXAMPLES = int(os.environ.get("KVTIER_TEST_EXAMPLES", "500"))
 PHASES = [Phase.generate] if "KVTIER_TEST_FAST" in os.environ else [Phase.generate, Phase.shrink]
@@ -29,6 +30,7 @@ EXPECTED = (CapacityError, BlockLostError, TransferTimeoutError)
 
 indexes = st.integers(0, 1 << 16)
 counts = st.integers(1, 3 * BLOCK_TOKENS)
+row_counts = st.sampled_from([1, 1, 2, 3, 4])
 
 
 @pytest.fixture(autouse=True)
@@ -41,29 +43,110 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@dataclass(frozen=True)
+class Token:
+    """One token. `cell` stands for its K and V: another one for every other past, position, or padding in the past."""
+
+    token_id: int | None
+    """None: fed as an embedding."""
+    position: int
+    cell: int
+
+
 @dataclass(eq=False)
 class ModelBlock:
-    """One block as the design has it: shared by forks, final once sealed."""
+    """One block as the design has it: shared by forks and equal rows, final once sealed."""
 
     sealed: bool = False
 
 
 @dataclass
-class ModelSequence:
-    """What one sequence must hold."""
+class ModelRow:
+    """What one row must hold. None is a padding column."""
 
-    table: BlockTable
-    tokens: list[int] = field(default_factory=list)
+    columns: list[Token | None] = field(default_factory=list)
     blocks: list[ModelBlock] = field(default_factory=list)
-    entered: int = 0
+
+    @property
+    def tokens(self) -> list[Token]:
+        return [column for column in self.columns if column is not None]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.columns) - self.columns.count(None)
 
     @property
     def tail_tokens(self) -> int:
-        return len(self.tokens) % BLOCK_TOKENS
+        return self.num_tokens % BLOCK_TOKENS
 
-    def seal(self) -> None:
-        for block in self.blocks[: len(self.tokens) // BLOCK_TOKENS]:
-            block.sealed = True
+    @property
+    def num_full(self) -> int:
+        return self.num_tokens // BLOCK_TOKENS
+
+    def copy(self) -> ModelRow:
+        return ModelRow(list(self.columns), list(self.blocks))
+
+    def keep(self, length: int) -> None:
+        del self.columns[length:]
+        del self.blocks[-(-self.num_tokens // BLOCK_TOKENS) :]
+
+
+@dataclass(eq=False)
+class ModelBatch:
+    """What one batch must hold."""
+
+    batch: Batch
+    rows: list[ModelRow]
+    entered: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.rows[0].columns)
+
+    def seal(self) -> bool:
+        """Full blocks are final, and equal ones with equal pasts one. Whether any block was given up."""
+        new = [i for row in self.rows for i, block in enumerate(row.blocks[: row.num_full]) if not block.sealed]
+        if not new:
+            return False
+        joined = False
+        row_tokens = [row.tokens for row in self.rows]
+        for row in self.rows:
+            for block in row.blocks[: row.num_full]:
+                block.sealed = True
+        for index in range(min(new), max(row.num_full for row in self.rows)):
+            first: dict[tuple[ModelBlock | None, int], ModelBlock] = {}
+            for row, tokens in zip(self.rows, row_tokens, strict=True):
+                past = tokens[: (index + 1) * BLOCK_TOKENS]
+                if index >= row.num_full or any(token.token_id is None for token in past):
+                    continue
+                parent = row.blocks[index - 1] if index else None
+                block = first.setdefault((parent, past[-1].cell), row.blocks[index])
+                joined |= block is not row.blocks[index]
+                row.blocks[index] = block
+        return joined
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How a step's new columns are made."""
+
+    masks: tuple[int, ...] = (-1,) * 4
+    """By row, a bit for each column: whether it is a token. -1: all of them."""
+    same_ids: bool = False
+    by_column: bool = False
+    """Positions are those of the columns; otherwise they are counted on from the tokens held."""
+    embeds: bool = False
+
+
+masks = st.sampled_from([-1, -1, -1, 0, 0b10, 0b111000]) | st.integers(0, 0xFFF)
+fills = st.builds(
+    Fill,
+    masks=st.just((-1,) * 4) | st.tuples(*[masks] * 4),
+    same_ids=st.booleans(),
+    by_column=st.sampled_from([False, False, True]),
+    embeds=st.sampled_from([False] * 7 + [True]),
+)
+PLAIN = Fill()
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -73,21 +156,22 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sequences: list[ModelSequence] = []
+        self.batches: list[ModelBatch] = []
         self.pins: list[tuple[BlockId, Tier]] = []
         self.token_ids = itertools.count(1)
+        self.cells: dict[tuple[int, int, int, int], int] = {}
         self.started = False
-        self.last: ModelSequence | None = None  # whose step was the last: another one's step makes it idle
+        self.last: ModelBatch | None = None  # whose step was the last: another one's step makes it idle
 
     @initialize(
-        gpu=st.integers(2, 6),
-        cpu=st.integers(0, 5),
+        gpu=st.integers(2, 8),
+        cpu=st.integers(0, 6),
         nvme=st.integers(0, 8),
         policy_names=st.tuples(*[st.sampled_from([*POLICIES, *POLICIES, *BROKEN_POLICIES])] * 3),
         marks=st.sampled_from([(1.0, 1.0), (0.9, 0.7), (0.6, 0.3), (0.5, 0.0)]),
         seed=st.integers(0, 1000),
         max_delay=st.integers(0, 4),
-        lengths=st.lists(st.integers(1, 14), min_size=1, max_size=5),
+        lengths=st.lists(st.tuples(st.integers(1, 14), row_counts), min_size=1, max_size=5),
         num_spare=st.integers(0, 6),
     )
     def fill_every_tier(
@@ -99,7 +183,7 @@ class ManagerMachine(RuleBasedStateMachine):
         marks: tuple[float, float],
         seed: int,
         max_delay: int,
-        lengths: list[int],
+        lengths: list[tuple[int, int]],
         num_spare: int,
     ) -> None:
         known = POLICIES | BROKEN_POLICIES
@@ -111,62 +195,117 @@ class ManagerMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.manager, self.placement, self.engine = self.house.manager, self.house.placement, self.house.engine
         self.started = True
-        for length in itertools.cycle(lengths):
+        for length, num_rows in itertools.cycle(lengths):
             if self.num_blocks_held() >= gpu + cpu + nvme - num_spare:
                 break
-            if len(self.sequences) < MAX_SEQUENCES:
-                self.new_sequence()
-            sequence = self.sequences[length % len(self.sequences)]
-            if not self.step(sequence, min(length, self.manager.max_new_tokens(sequence.table))):
+            if self.has_room_for(num_rows):
+                self.new_batch(min(num_rows, gpu))
+            batch = self.batches[length % len(self.batches)]
+            length = min(length, self.manager.max_new_tokens(batch.batch))
+            if not length or not self.step(batch, length, Fill(same_ids=length % 2 == 0)):
                 break
 
     def num_blocks_held(self) -> int:
-        return len({id(block) for sequence in self.sequences for block in sequence.blocks})
+        return len({id(block) for row in self.rows() for block in row.blocks})
 
-    def pick(self, index: int) -> ModelSequence:
-        return self.sequences[index % len(self.sequences)]
+    def rows(self) -> list[ModelRow]:
+        return [row for batch in self.batches for row in batch.rows]
+
+    def has_room_for(self, num_rows: int) -> bool:
+        return len(self.batches) < MAX_BATCHES and len(self.rows()) + num_rows <= MAX_ROWS
+
+    def pick(self, index: int) -> ModelBatch:
+        return self.batches[index % len(self.batches)]
 
     def holders(self, block: ModelBlock) -> int:
-        return sum(block in sequence.blocks for sequence in self.sequences)
+        return sum(block in row.blocks for row in self.rows())
+
+    def seal(self, batch: ModelBatch) -> None:
+        if batch.seal():
+            self.unpin_all()  # nobody reads a block of a batch that is being sealed
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def begin(self, sequence: ModelSequence, num_new: int) -> Step | None:
-        """A step, or None when there was no room, a loss or a hang: then the sequence must be as before."""
+    def new_columns(self, batch: ModelBatch, num_new: int, fill: Fill) -> list[list[Token | None]]:
+        """By row. Rows of equal ids, positions and padding hold equal cells."""
+        base = list(itertools.islice(self.token_ids, num_new))
+        return [self.new_row(row, num_new, fill, mask, base) for row, mask in zip(batch.rows, fill.masks, strict=False)]
+
+    def new_row(self, row: ModelRow, num_new: int, fill: Fill, mask: int, base: list[int]) -> list[Token | None]:
+        tokens, new = row.tokens, []
+        past, position = (tokens[-1].cell if tokens else 0), len(tokens)
+        num_pads = next((i for i, column in enumerate(reversed(row.columns)) if column is not None), len(row.columns))
+        for column in range(num_new):
+            if not mask >> column & 1:
+                new.append(None)
+                num_pads += 1
+                continue
+            token_id = base[column] if fill.same_ids else next(self.token_ids)
+            place = len(row.columns) + column if fill.by_column else position
+            known = next(self.token_ids) if fill.embeds else token_id
+            past = self.cells.setdefault((past, num_pads, known, place), len(self.cells) + 1)
+            new.append(Token(None if fill.embeds else token_id, place, past))
+            position, num_pads = position + 1, 0
+        return new
+
+    def begin(self, batch: ModelBatch, new: list[list[Token | None]], fill: Fill) -> Step | None:
+        """A step, or None when there was no room, a loss or a hang: then the batch must be as before."""
         num_failed = self.placement.metrics.moves_failed
-        if self.last is not None and self.last is not sequence and not self.last.entered:
-            self.last.seal()
-        self.last = sequence
-        sequence.seal()
+        if self.last is not None and self.last is not batch and not self.last.entered:
+            self.seal(self.last)
+        self.last = batch
+        self.seal(batch)
         try:
-            step = self.manager.begin_step(sequence.table, num_new)
+            step = self.manager.begin_step(batch.batch, [self.given(row, fill) for row in new])
         except EXPECTED as error:
             note(f"begin_step: {error!r}")
+            self.check_pins()
             if isinstance(error, BlockLostError):
                 assert self.placement.metrics.moves_failed > num_failed
             if isinstance(error, TransferTimeoutError):
                 assert self.engine.hanging
             if isinstance(error, CapacityError) and self.placement.metrics.moves_failed == num_failed:
-                self.check_no_room(sequence, num_new)
+                self.check_no_room(batch, new)
             return None
-        if step.tail_slot is not None:
-            tail = sequence.tokens[len(sequence.tokens) - sequence.tail_tokens :]
-            assert list(self.house.cells(Tier.GPU, step.tail_slot)[: len(tail)]) == tail
-            assert (step.tail_copy is not None) is self.copies_tail(sequence)
-        assert sum(write.count for write in step.writes) == num_new
+        assert (step.committed, step.num_new, len(step.rows)) == (batch.length, len(new[0]), len(batch.rows))
+        for row, row_step, row_new in zip(batch.rows, step.rows, new, strict=True):
+            self.check_begun(row, row_step, row_new)
+        slots = [write.slot for row_step in step.rows for write in row_step.writes]
+        assert len(set(slots)) == len(slots), "two rows write to one slot"
         return step
 
-    def copies_tail(self, sequence: ModelSequence) -> bool:
-        return sequence.blocks[-1].sealed or self.holders(sequence.blocks[-1]) > 1
+    def given(self, new: list[Token | None], fill: Fill) -> NewColumns:
+        positions = [token.position for token in new if token is not None] if fill.by_column else None
+        given = columns([None if token is None else token.cell for token in new], positions)
+        ids = [token.token_id for token in new if token is not None and token.token_id is not None]
+        return NewColumns(given.num_columns, given.runs, None if fill.embeds else ids, positions)
 
-    def check_no_room(self, sequence: ModelSequence, num_new: int) -> None:
+    def check_begun(self, row: ModelRow, step: RowStep, new: list[Token | None]) -> None:
+        num_new = len(new) - new.count(None)
+        assert sum(write.count for write in step.writes) == num_new
+        assert step.is_full is (num_new == len(new))
+        assert (step.tail_slot is None) is (row.tail_tokens == 0)
+        if step.tail_slot is not None:
+            tail = [token.cell for token in row.tokens[row.num_tokens - row.tail_tokens :]]
+            assert list(self.house.cells(Tier.GPU, step.tail_slot)[: len(tail)]) == tail
+            assert (step.tail_copy is not None) is (num_new > 0 and self.copies_tail(row))
+
+    def copies_tail(self, row: ModelRow) -> bool:
+        return row.blocks[-1].sealed or self.holders(row.blocks[-1]) > 1
+
+    def check_no_room(self, batch: ModelBatch, new: list[list[Token | None]]) -> None:
         """A CapacityError is the truth: nothing that may leave the gpu tier had a place to go to."""
-        if num_new > self.manager.max_new_tokens(sequence.table):
+        ceiling = self.placement.pools[Tier.GPU].ceiling
+        counts = [len(columns) - columns.count(None) for columns in new]
+        needed = sum(-(-(row.tail_tokens + n) // BLOCK_TOKENS) for row, n in zip(batch.rows, counts, strict=True))
+        if needed > ceiling:
+            assert max(counts) > self.manager.max_new_tokens(batch.batch)
             return
         residency, lower = self.placement.residency, [t for t in self.placement.pools if t is not Tier.GPU]
         pinned = {block for block, _ in self.pins}
-        if sequence.tail_tokens and not self.copies_tail(sequence):
-            pinned.add(sequence.table.blocks[-1])
+        for row, table, num_new in zip(batch.rows, batch.batch.tables, counts, strict=True):
+            if row.tail_tokens and not (num_new and self.copies_tail(row)):
+                pinned.add(table.blocks[-1])
         movable = [b for b in residency.blocks() if Tier.GPU in residency[b].copies and b not in pinned]
         if not movable:
             return
@@ -175,124 +314,208 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.placement.pools[tier].num_free == 0
             assert not set(residency.redundant[tier]) - pinned
 
-    def step(self, sequence: ModelSequence, num_new: int) -> bool:
-        step = self.begin(sequence, num_new)
+    def step(self, batch: ModelBatch, num_new: int, fill: Fill = PLAIN) -> bool:
+        new = self.new_columns(batch, num_new, fill)
+        step = self.begin(batch, new, fill)
         if step is None:
             return False
-        self.write_and_commit(sequence, step)
+        self.write_and_commit(batch, step, new)
         return True
 
-    def write(self, step: Step) -> list[int]:
-        token_ids = list(itertools.islice(self.token_ids, step.num_new))
-        for write in step.writes:
-            self.house.write(write, token_ids)
-        return token_ids
+    def write(self, step: Step, new: list[list[Token | None]]) -> None:
+        for row, row_new in zip(step.rows, new, strict=True):
+            for write in row.writes:
+                self.house.write(write, [token.cell for token in row_new if token is not None])
 
-    def write_and_commit(self, sequence: ModelSequence, step: Step) -> None:
-        token_ids = self.write(step)
-        self.manager.commit_step(step, token_ids)
-        if step.tail_copy is not None:
-            sequence.blocks[-1] = ModelBlock()
-        sequence.tokens += token_ids
-        while len(sequence.blocks) * BLOCK_TOKENS < len(sequence.tokens):
-            sequence.blocks.append(ModelBlock())
+    def write_and_commit(self, batch: ModelBatch, step: Step, new: list[list[Token | None]]) -> None:
+        self.write(step, new)
+        residency = self.placement.residency
+        still = [(row.table.tail, residency[row.table.tail].generation) for row in step.rows
+                 if row.table.tail is not None and not row.new.num_tokens]  # fmt: skip
+        self.manager.commit_step(step)
+        for block, generation in still:
+            assert residency[block].generation == generation, "a tail that did not grow is as it was"
+        for row, row_step, row_new in zip(batch.rows, step.rows, new, strict=True):
+            if row_step.tail_copy is not None:
+                row.blocks[-1] = ModelBlock()
+            row.columns += row_new
+            while len(row.blocks) * BLOCK_TOKENS < row.num_tokens:
+                row.blocks.append(ModelBlock())
 
-    @precondition(lambda self: self.sequences)
-    @rule(index=indexes, num_new=counts, ending=st.sampled_from(["commit", "commit", "abort", "work"]), other=indexes)
-    def prefill(self, index: int, num_new: int, ending: str, other: int) -> None:
-        sequence = self.pick(index)
-        step = self.begin(sequence, num_new)
+    @precondition(lambda self: self.batches)
+    @rule(
+        index=indexes,
+        num_new=counts,
+        ending=st.sampled_from(["commit", "commit", "abort", "work"]),
+        other=indexes,
+        fill=fills,
+    )
+    def prefill(self, index: int, num_new: int, ending: str, other: int, fill: Fill) -> None:
+        batch = self.pick(index)
+        new = self.new_columns(batch, num_new, fill)
+        step = self.begin(batch, new, fill)
         if step is None:
             return
         if ending == "commit":
-            self.write_and_commit(sequence, step)
+            self.write_and_commit(batch, step, new)
         elif ending == "abort":
-            self.write(step)  # layers had appended already
+            self.write(step, new)  # layers had appended already
             self.manager.abort_step(step)
             self.manager.abort_step(step)
         else:
-            self.work_during(step, sequence, self.pick(other))
+            self.work_during(step, batch, new, self.pick(other))
 
-    def work_during(self, step: Step, sequence: ModelSequence, other: ModelSequence) -> None:
+    def work_during(self, step: Step, batch: ModelBatch, new: list[list[Token | None]], other: ModelBatch) -> None:
         """Statistics are asked for while a step is open, and another cache is dropped."""
-        token_ids = self.write(step)
-        if other is not sequence:
-            self.drop(self.sequences.index(other), by_finalizer=True)
+        self.write(step, new)
+        if other is not batch:
+            self.drop(self.batches.index(other), by_finalizer=True)
         self.manager.poll()
-        for write in step.writes:  # pinned copies stay
-            new = token_ids[write.offset : write.offset + write.count]
-            assert list(self.house.cells(Tier.GPU, write.slot)[write.start : write.start + write.count]) == new
+        for row, row_new in zip(step.rows, new, strict=True):  # pinned copies stay
+            cells = [token.cell for token in row_new if token is not None]
+            for write in row.writes:
+                found = self.house.cells(Tier.GPU, write.slot)[write.start : write.start + write.count]
+                assert list(found) == cells[write.offset : write.offset + write.count]
         self.placement.check_integrity()
-        self.write_and_commit(sequence, step)
+        self.write_and_commit(batch, step, new)
 
-    @precondition(lambda self: self.sequences)
-    @rule(index=indexes, num_steps=st.integers(1, 6))
-    def decode(self, index: int, num_steps: int) -> None:
+    @precondition(lambda self: self.batches)
+    @rule(index=indexes, num_steps=st.integers(1, 6), finished=st.sampled_from([0, 0, 1, 2, 6]), same=st.booleans())
+    def decode(self, index: int, num_steps: int, finished: int, same: bool) -> None:
+        """Rows that are finished get padding."""
+        fill = Fill(tuple(0 if finished >> row & 1 else -1 for row in range(4)), same_ids=same)
         for _ in range(num_steps):
-            self.step(self.pick(index), 1)
+            self.step(self.pick(index), 1, fill)
 
-    @precondition(lambda self: self.sequences)
+    @precondition(lambda self: self.batches)
     @rule(index=indexes, num_rejected=st.integers(1, 2 * BLOCK_TOKENS), num_new=st.integers(1, BLOCK_TOKENS))
     def reject_drafts(self, index: int, num_rejected: int, num_new: int) -> None:
-        sequence = self.pick(index)
-        self.crop(sequence, max(0, len(sequence.tokens) - num_rejected))
-        self.step(sequence, num_new)
+        batch = self.pick(index)
+        self.crop(batch, max(0, batch.length - num_rejected))
+        self.step(batch, num_new, Fill(same_ids=True))
 
-    # -- sequences --------------------------------------------------------------------------------------------------
+    # -- batches ----------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
-    @rule()
-    def new_sequence(self) -> None:
-        self.sequences.append(ModelSequence(self.manager.new_sequence()))
+    @rule(num_rows=row_counts)
+    def new_batch(self, num_rows: int) -> None:
+        if self.has_room_for(num_rows):
+            self.batches.append(ModelBatch(self.manager.new_batch(num_rows), [ModelRow() for _ in range(num_rows)]))
 
-    @precondition(lambda self: self.sequences and len(self.sequences) < MAX_SEQUENCES)
-    @rule(index=indexes, steps=st.lists(st.tuples(st.booleans(), st.integers(1, BLOCK_TOKENS)), max_size=3))
-    def fork(self, index: int, steps: list[tuple[bool, int]]) -> None:
-        sequence = self.pick(index)
-        table = self.manager.fork(sequence.table)
-        twin = ModelSequence(table, list(sequence.tokens), list(sequence.blocks))
-        self.sequences.append(twin)
-        for of_twin, num_new in steps:
-            self.step(twin if of_twin else sequence, num_new)
+    @precondition(lambda self: self.batches)
+    @rule(index=indexes, steps=st.lists(st.tuples(st.booleans(), st.integers(1, BLOCK_TOKENS), fills), max_size=3))
+    def fork(self, index: int, steps: list[tuple[bool, int, Fill]]) -> None:
+        batch = self.pick(index)
+        if not self.has_room_for(len(batch.rows)):
+            return
+        twin = ModelBatch(self.manager.fork(batch.batch), [row.copy() for row in batch.rows])
+        self.batches.append(twin)
+        for of_twin, num_new, fill in steps:
+            self.step(twin if of_twin else batch, num_new, fill)
 
-    @precondition(lambda self: self.sequences)
+    @precondition(lambda self: self.batches)
+    @rule(index=indexes, rows=st.lists(st.integers(0, 3), min_size=1, max_size=4), missing=st.booleans())
+    def select(self, index: int, rows: list[int], missing: bool) -> None:
+        """Beams are reordered, a prompt gets copies, finished rows go."""
+        batch = self.pick(index)
+        rows = [row % len(batch.rows) for row in rows]
+        if len(self.rows()) - len(batch.rows) + len(rows) > MAX_ROWS:
+            return
+        if missing:
+            with pytest.raises(IndexError):
+                self.manager.select(batch.batch, [*rows, len(batch.rows)])
+            return
+        self.unpin_all()
+        started = len(self.engine.started)
+        self.manager.select(batch.batch, rows)
+        assert len(self.engine.started) == started, "selecting rows moves nothing"
+        batch.rows = [batch.rows[row].copy() for row in rows]
+
+    @precondition(lambda self: self.batches)
+    @rule(index=indexes, num_rows=row_counts)
+    def resize(self, index: int, num_rows: int) -> None:
+        batch = self.pick(index)
+        if batch.length:
+            with pytest.raises(IntegrityError):
+                self.manager.resize(batch.batch, num_rows)
+        elif len(self.rows()) - len(batch.rows) + num_rows <= MAX_ROWS:
+            self.manager.resize(batch.batch, num_rows)
+            batch.rows = [ModelRow() for _ in range(num_rows)]
+
+    @precondition(lambda self: self.batches)
     @rule(index=indexes, length=st.one_of(st.just(0), indexes))
     def truncate(self, index: int, length: int) -> None:
-        sequence = self.pick(index)
-        self.crop(sequence, length % (len(sequence.tokens) + 1))
+        batch = self.pick(index)
+        self.crop(batch, length % (batch.length + 1))
 
-    def crop(self, sequence: ModelSequence, length: int) -> None:
+    def crop(self, batch: ModelBatch, length: int) -> None:
         self.unpin_all()
-        self.manager.truncate(sequence.table, length)
-        del sequence.tokens[length:]
-        del sequence.blocks[-(-length // BLOCK_TOKENS) :]
+        self.manager.truncate(batch.batch, length)
+        for row in batch.rows:
+            row.keep(length)
 
-    @precondition(lambda self: self.sequences)
+    @precondition(lambda self: self.batches)
+    @rule(index=indexes, row=indexes, num_columns=st.integers(0, 2 * BLOCK_TOKENS))
+    def mask_end(self, index: int, row: int, num_columns: int) -> None:
+        """A row is finished, and what it held last is padding now."""
+        batch = self.pick(index)
+        self.mask_row(batch, row % len(batch.rows), min(num_columns, batch.length))
+
+    def mask_row(self, batch: ModelBatch, row: int, num_columns: int) -> None:
+        self.unpin_all()
+        self.manager.mask_end(batch.batch, row, num_columns)
+        batch.rows[row].keep(batch.length - num_columns)
+        batch.rows[row].columns += [None] * num_columns
+
+    @precondition(lambda self: self.batches)
+    @rule(
+        index=indexes,
+        row=indexes,
+        num_columns=st.integers(1, 2 * BLOCK_TOKENS),
+        steps=st.lists(st.tuples(st.integers(1, BLOCK_TOKENS), fills), max_size=2),
+        undo=st.booleans(),
+    )
+    def mask_and_step(self, index: int, row: int, num_columns: int, steps: list[tuple[int, Fill]], undo: bool) -> None:
+        """One call of the model: if it fails the batch is what it was at entry."""
+        batch = self.pick(index)
+        self.unpin_all()
+        backup = ModelBatch(self.manager.fork(batch.batch), [each.copy() for each in batch.rows])
+        self.batches.append(backup)  # it holds blocks too
+        self.mask_row(batch, row % len(batch.rows), min(num_columns, batch.length))
+        for num_new, fill in steps:
+            self.step(batch, num_new, fill)
+        self.unpin_all()
+        self.batches.remove(backup)
+        if undo:
+            self.manager.restore(batch.batch, backup.batch)
+            batch.rows = backup.rows
+        self.manager.drop(backup.batch)
+
+    @precondition(lambda self: self.batches)
     @rule(index=indexes, by_finalizer=st.booleans())
     def drop(self, index: int, by_finalizer: bool) -> None:
         self.unpin_all()
-        sequence = self.sequences.pop(index % len(self.sequences))
-        self.last = None if self.last is sequence else self.last
+        batch = self.batches.pop(index % len(self.batches))
+        self.last = None if self.last is batch else self.last
         if by_finalizer:
-            self.manager.dropped.append(sequence.table.sequence)
+            self.manager.dropped.append(batch.batch)
             self.manager.poll()
         else:
-            self.manager.drop_sequence(sequence.table.sequence)
-            self.manager.drop_sequence(sequence.table.sequence)
+            self.manager.drop(batch.batch)
+            self.manager.drop(batch.batch)
 
-    @precondition(lambda self: self.sequences)
+    @precondition(lambda self: self.batches)
     @rule(index=indexes, entering=st.booleans())
     def enter_or_leave(self, index: int, entering: bool) -> None:
-        sequence = self.pick(index)
+        batch = self.pick(index)
         if entering:
-            self.manager.enter(sequence.table)
-            sequence.entered += 1
+            self.manager.enter(batch.batch)
+            batch.entered += 1
             return
-        self.manager.leave(sequence.table)
-        sequence.entered = max(0, sequence.entered - 1)
-        if not sequence.entered:
-            sequence.seal()
-            self.last = None if self.last is sequence else self.last
+        batch.entered = max(0, batch.entered - 1)
+        if not batch.entered:
+            self.seal(batch)
+            self.last = None if self.last is batch else self.last
+        self.manager.leave(batch.batch)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 
@@ -306,7 +529,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def pin_or_unpin(self, index: int) -> None:
         """Somebody reads a full block, or has read it."""
         residency = self.placement.residency
-        tails = {sequence.table.tail for sequence in self.sequences}
+        tails = {table.tail for batch in self.batches for table in batch.batch.tables}
         blocks = [block for block in residency.blocks() if residency[block].holders and block not in tails]
         if self.pins or not blocks:
             self.unpin_all()
@@ -340,27 +563,40 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         residency = self.placement.residency
         ids: dict[ModelBlock, BlockId] = {}
-        for sequence in self.sequences:
-            table = sequence.table
-            assert table.token_ids() == sequence.tokens
-            assert len(table.blocks) == len(sequence.blocks)
-            for model_block, block in zip(sequence.blocks, table.blocks, strict=True):
-                assert ids.setdefault(model_block, block) == block
-                assert residency[block].copies, "a live block has no valid copy"
-                assert (residency[block].state is BlockState.SEALED) is model_block.sealed
-            assert self.house.read(table) == sequence.tokens
-            self.check_every_copy(sequence)
+        for batch in self.batches:
+            batch.batch.check_integrity()
+            assert batch.batch.length == batch.length
+            assert batch.batch.is_padded is any(None in row.columns for row in batch.rows)
+            read = self.house.read_rows(batch.batch)
+            for row, table, cells in zip(batch.rows, batch.batch.tables, read, strict=True):
+                tokens = row.tokens
+                assert cells == [token.cell for token in tokens]
+                known = all(token.token_id is not None for token in tokens)
+                assert table.token_ids() == ([token.token_id for token in tokens] if known else [])
+                places = [column + i for column, _, count in table.pieces(0, len(tokens)) for i in range(count)]
+                assert places == [column for column, token in enumerate(row.columns) if token is not None]
+                for model_block, block in zip(row.blocks, table.blocks, strict=True):
+                    assert ids.setdefault(model_block, block) == block
+                    assert residency[block].copies, "a live block has no valid copy"
+                    assert (residency[block].state is BlockState.SEALED) is model_block.sealed
+                self.check_every_copy(table.blocks, cells)
         assert len(set(ids.values())) == len(ids)
         assert {block for block in residency.blocks() if residency[block].holders} == set(ids.values())
-        for block, tier in self.pins:
-            assert tier in residency[block].copies, "a pinned copy has gone"
+        self.check_pins()
         for tier in self.good_policies & set(self.placement.policies):
             believed = set(self.placement.policies[tier].victims(10_000, Everything()))
             assert believed == {block for block in residency.blocks() if tier in residency[block].copies}
+        assert len(self.manager.tables) == len(self.placement.sequence_metrics) == len(self.rows())
 
-    def check_every_copy(self, sequence: ModelSequence) -> None:
-        for index, block in enumerate(sequence.table.blocks):
-            expected = sequence.tokens[index * BLOCK_TOKENS :][:BLOCK_TOKENS]
+    def check_pins(self) -> None:
+        residency = self.placement.residency
+        for block, tier in self.pins:
+            assert tier in residency[block].copies, "a pinned copy has gone"
+        assert sum(sum(residency[block].pins.values()) for block in residency.blocks()) == len(self.pins)
+
+    def check_every_copy(self, blocks: list[BlockId], cells: list[int]) -> None:
+        for index, block in enumerate(blocks):
+            expected = cells[index * BLOCK_TOKENS :][:BLOCK_TOKENS]
             for tier, slot in self.placement.residency[block].copies.items():
                 assert list(self.house.cells(tier, slot)[: len(expected)]) == expected
 
@@ -369,8 +605,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.engine.hanging = False
         self.unpin_all()
-        while self.sequences:
-            self.drop(0, by_finalizer=len(self.sequences) % 2 == 0)
+        while self.batches:
+            self.drop(0, by_finalizer=len(self.batches) % 2 == 0)
         self.house.drain()
         self.manager.poll()
         self.manager.check_integrity()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from dataclasses import dataclass, field
 
-from kvtier.block_table import BlockTable, TokenSource
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.block_table import BlockTable, Padding, TokenSource
 from kvtier.errors import IntegrityError
 from kvtier.types import BlockId, SequenceId
 
@@ -119,5 +124,202 @@ def test_integrity_sees_lost_blocks_double_blocks_and_lost_ids() -> None:
         table.check_integrity()
     table = table_of(6)
     table._ids.append(1)
-    with pytest.raises(IntegrityError, match="7 ids for 6 tokens"):
+    with pytest.raises(IntegrityError, match="7 ids and 6 positions for 6 tokens"):
+        table.check_integrity()
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+
+Column = tuple[int, int] | None
+"""A token's id and position, or padding."""
+
+
+def padded(*columns: int | None, block_tokens: int = 4, first_block: int = 0) -> BlockTable:
+    """A table of those columns, appended in one piece; None is padding. Positions are those of the columns."""
+    model = Model(BlockTable(SequenceId(1), block_tokens), itertools.count(first_block))
+    model.append([None if token is None else (token, column) for column, token in enumerate(columns)])
+    return model.table
+
+
+@dataclass
+class Model:
+    """A table, and what it must hold: a plain list of columns."""
+
+    table: BlockTable
+    new_block: itertools.count[int]
+    columns: list[Column] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[tuple[int, int]]:
+        return [column for column in self.columns if column is not None]
+
+    def append(self, columns: list[Column]) -> None:
+        padding, tokens, count = [], [column for column in columns if column is not None], 0
+        for is_padding, run in itertools.groupby(columns, key=lambda column: column is None):
+            length = len(list(run))
+            if is_padding:
+                padding.append(Padding(count, length))
+            count += 0 if is_padding else length
+        table = self.table
+        num_blocks = -(-(table.num_tokens + len(tokens)) // table.block_tokens) - len(table.blocks)
+        new_blocks = blocks(*itertools.islice(self.new_block, num_blocks))
+        ids, positions = [token for token, _ in tokens], [position for _, position in tokens]
+        table.append(len(tokens), ids, new_blocks, positions=positions, padding=padding)
+        self.columns += columns
+
+    def check(self) -> None:
+        table, size = self.table, self.table.block_tokens
+        table.check_integrity()
+        assert (table.length, table.num_tokens) == (len(self.columns), len(self.tokens))
+        assert table.token_ids() == [token for token, _ in self.tokens]
+        assert len(table.blocks) == -(-len(self.tokens) // size)
+        places = [column for column, token in enumerate(self.columns) if token is not None]
+        for first in range(len(places) + 1):
+            for last in range(first, len(places) + 1):
+                pieces = list(table.pieces(first, last))
+                found = [(c + i, t + i) for c, t, count in pieces for i in range(count)]
+                assert found == [(places[token], token) for token in range(first, last)]
+                # As few runs as there are: neighbouring tokens in neighbouring columns are one.
+                assert all(c + count < following[0] for (c, _, count), following in itertools.pairwise(pieces))
+
+
+columns_strategy = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 9))), max_size=7)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=st.lists(st.tuples(columns_strategy, st.integers(0, 3)), max_size=4),
+    block_tokens=st.sampled_from([1, 3, 4]),
+)
+def test_a_padded_table_is_its_list_of_columns_whatever_is_appended_masked_and_kept(
+    steps: list[tuple[list[Column], int]], block_tokens: int
+) -> None:
+    model = Model(BlockTable(SequenceId(1), block_tokens), itertools.count())
+    for columns, num_masked in steps:
+        model.append(columns)
+        model.check()
+        num_masked = min(num_masked, len(model.columns))
+        before = list(model.table.blocks)
+        dropped = model.table.mask_end(num_masked)
+        assert model.table.blocks + dropped == before
+        model.columns[len(model.columns) - num_masked :] = [None] * num_masked
+        model.check()
+    for length in range(len(model.columns) + 1):
+        twin = Model(model.table.fork(SequenceId(2)), itertools.count(100), list(model.columns))
+        dropped = twin.table.truncate(length)
+        assert twin.table.blocks + dropped == model.table.blocks
+        del twin.columns[length:]
+        twin.check()
+        twin.append([None, (1, 1), None])
+        twin.check()
+    model.check()
+
+
+def test_padding_in_front_behind_and_between() -> None:
+    table = BlockTable(SequenceId(1), 4)
+    table.append(3, [1, 2, 3], blocks(0), padding=[Padding(0, 2), Padding(1, 1), Padding(3, 2)])
+    assert (table.length, table.num_tokens, table.token_ids()) == (8, 3, [1, 2, 3])
+    assert list(table.pieces(0, 3)) == [(2, 0, 1), (4, 1, 2)]
+    table.append(2, [4, 5], blocks(1), padding=[Padding(0, 1), Padding(1, 4)])
+    # Padding behind the one step and in front of the next is one run.
+    assert table.padding == [Padding(0, 2), Padding(1, 1), Padding(3, 3), Padding(4, 4)]
+    assert list(table.pieces(1, 5)) == [(4, 1, 2), (9, 3, 1), (14, 4, 1)]
+    assert list(table.pieces(4, 5)) == [(14, 4, 1)]
+    assert list(table.pieces(2, 2)) == []
+    table.check_integrity()
+
+
+def test_a_step_of_padding_alone() -> None:
+    table = padded(1, 2)
+    table.append(0, [], [], padding=[Padding(0, 3)])
+    table.append(0, None, [], padding=[Padding(0, 1)])
+    assert (table.length, table.blocks, table.padding) == (6, [0], [Padding(2, 4)])
+    assert table.source is TokenSource.IDS
+
+
+def test_masking_the_end_drops_its_tokens_and_their_blocks() -> None:
+    table = padded(None, 1, 2, 3, 4, None, 5, 6)
+    assert table.mask_end(0) == []
+    assert table.padding == [Padding(0, 1), Padding(4, 1)]
+    assert table.mask_end(2) == [1]
+    assert (table.length, table.token_ids(), table.blocks) == (8, [1, 2, 3, 4], [0])
+    assert table.padding == [Padding(0, 1), Padding(4, 3)]
+    assert table.mask_end(8) == [0]
+    assert (table.length, table.token_ids(), table.padding) == (8, [], [Padding(0, 8)])
+    with pytest.raises(IntegrityError):
+        table.mask_end(9)
+    assert table.length == 8
+
+
+def test_an_append_whose_positions_do_not_add_up_changes_nothing() -> None:
+    table = padded(None, 1, 2)
+    with pytest.raises(IntegrityError, match="1 positions for 2 tokens"):
+        table.append(2, [3, 4], [], positions=[7], padding=[Padding(0, 1)])
+    assert (table.length, table.token_ids(), table.padding) == (3, [1, 2], [Padding(0, 1)])
+    table.check_integrity()
+
+
+def test_identity_is_of_ids_positions_and_padding_in_front() -> None:
+    table = padded(1, 2, 3, 4, 5, 6, 7, 8, 9)
+    first, second = table.identity(0), table.identity(1)
+    assert first is not None and second is not None and first != second
+    assert table.identity(2) is None, "a tail has none"
+    same = padded(1, 2, 3, 4, 5, 6, 7, 8, first_block=10)
+    assert (same.identity(0), same.identity(1)) == (first, second)
+    assert padded(1, 2, 3, 9, 5, 6, 7, 8).identity(0) != first
+    assert padded(1, 2, 3, 9, 5, 6, 7, 8).identity(1) == second  # the parent tells them apart
+    assert padded(None, 1, 2, 3, 4).identity(0) != first
+    assert padded(1, 2, None, 3, 4).identity(0) != first
+    behind = padded(1, 2, 3, 4, None, 5, 6, 7, 8)
+    assert behind.identity(0) == first, "padding behind a block is the next one's"
+    assert behind.identity(1) != second
+
+
+@pytest.mark.parametrize("padding", [Padding(0, 2), Padding(2, 2)])
+def test_identity_sees_padding_and_positions_apart(padding: Padding) -> None:
+    tables = [BlockTable(SequenceId(1), 4) for _ in range(4)]
+    for table, positions, pads in zip(
+        tables, (None, None, [5, 6, 7, 8], [5, 6, 7, 8]), ([], [padding]) * 2, strict=True
+    ):
+        table.append(4, [1, 2, 3, 4], blocks(0), positions=positions, padding=pads)
+    assert len({table.identity(0) for table in tables}) == 4
+
+
+def test_identity_ends_at_the_first_embedding_and_counts_positions_on() -> None:
+    table = padded(1, 2, 3, 4)
+    table.append(1, None, blocks(1))
+    table.append(3, [6, 7, 8], [])
+    assert table.identity(0) is not None and table.identity(1) is None
+    counted, placed = BlockTable(SequenceId(1), 4), BlockTable(SequenceId(2), 4)
+    counted.append(2, [1, 2], blocks(0))
+    counted.append(2, [3, 4], [])
+    placed.append(4, [1, 2, 3, 4], blocks(0), positions=[0, 1, 2, 3])
+    assert counted.identity(0) == placed.identity(0)
+
+
+def test_forks_have_padding_and_positions_of_their_own() -> None:
+    table = padded(None, 1, None, 2, 3)
+    twin = table.fork(SequenceId(2))
+    assert (twin.padding, twin.length) == (table.padding, 5)
+    for each in (table, twin):
+        each.append(1, [4], [], positions=[5])
+    assert twin.identity(0) == table.identity(0) is not None
+    twin.mask_end(3)
+    assert (table.length, table.padding) == (6, [Padding(0, 1), Padding(1, 1)])
+    assert (twin.length, twin.padding) == (6, [Padding(0, 1), Padding(1, 4)])
+    table.truncate(0)
+    assert twin.token_ids() == [1]
+    for each in (table, twin):
+        each.check_integrity()
+
+
+def test_integrity_sees_padding_that_is_nowhere_and_lost_positions() -> None:
+    for padding in ([Padding(3, 1)], [Padding(1, 0)], [Padding(1, 1), Padding(1, 1)], [Padding(2, 1), Padding(0, 1)]):
+        table = padded(1, 2)
+        table.padding = padding
+        with pytest.raises(IntegrityError, match="padding"):
+            table.check_integrity()
+    table = padded(1, 2)
+    table._positions.pop()
+    with pytest.raises(IntegrityError, match="2 ids and 1 positions"):
         table.check_integrity()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,39 +26,46 @@ SMOLLM2 = BlockShape(num_layers=30, kv_heads=3, block_tokens=64, key_dim=64, val
     chunk=st.integers(1, 4096),
     mode=st.sampled_from(AttentionMode),
     streams=st.booleans(),
+    wide=st.booleans(),
+    writes_scores=st.booleans(),
+    untiered=st.booleans(),
 )
 def test_the_parts_never_exceed_the_budget(
     budget_bytes: int, layers: int, kv_heads: int, groups: int, block_tokens: int, dim: int, chunk: int,
-    mode: AttentionMode, streams: bool,
+    mode: AttentionMode, streams: bool, wide: bool, writes_scores: bool, untiered: bool,
 ) -> None:  # fmt: skip
     shape = BlockShape(layers, kv_heads, block_tokens, dim, dim, 2)
     try:
         split = split_gpu_budget(
             budget_bytes, shape, slot_bytes=shape.block_bytes, heads=kv_heads * groups, prefill_chunk=chunk,
-            mode=mode, streams=streams,
+            mode=mode, streams=streams, wide=wide, writes_scores=writes_scores, untiered=untiered,
         )  # fmt: skip
     except BudgetError:
         return
     assert split.num_slots >= MIN_SLOTS
-    assert split.num_slots * split.slot_bytes + split.fixed_bytes <= budget_bytes
+    assert split.num_slots * split.slot_bytes + split.fixed_bytes + split.untiered_bytes <= budget_bytes
+    assert split.untiered_bytes == (budget_bytes // 4 if untiered else 0)
+    if mode is AttentionMode.BLOCKWISE:
+        assert split.cost.scratch_bytes(split.max_chunk, split.num_pieces) <= split.scratch_bytes
     assert 1 <= split.max_chunk <= chunk
     assert (split.ring_slices >= 2) == streams
     assert mode is AttentionMode.GATHERED or split.gather_bytes == 0
 
 
 def test_the_minimum_in_the_message_is_enough_and_one_byte_less_is_not() -> None:
-    def split(budget_bytes: int, mode: AttentionMode) -> None:
+    def split(budget_bytes: int, mode: AttentionMode, untiered: bool) -> None:
         split_gpu_budget(
-            budget_bytes, SMOLLM2, slot_bytes=SMOLLM2.block_bytes, heads=9, prefill_chunk=512, mode=mode, streams=True
-        )
+            budget_bytes, SMOLLM2, slot_bytes=SMOLLM2.block_bytes, heads=9, prefill_chunk=512, mode=mode, streams=True,
+            untiered=untiered,
+        )  # fmt: skip
 
-    for mode in AttentionMode:
+    for mode, untiered in itertools.product(AttentionMode, (False, True)):
         with pytest.raises(BudgetError) as caught:
-            split(1 << 20, mode)
+            split(1 << 20, mode, untiered)
         minimum = int(str(caught.value).split("its minimum is ")[1].split(":")[0])
-        split(minimum, mode)
+        split(minimum, mode, untiered)
         with pytest.raises(BudgetError):
-            split(minimum - 1, mode)
+            split(minimum - 1, mode, untiered)
 
 
 def test_a_small_budget_shortens_the_chunk_and_a_large_one_does_not() -> None:

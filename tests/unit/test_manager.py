@@ -6,23 +6,15 @@ import logging
 
 import pytest
 
+from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError, UnsupportedError
+from kvtier.metrics import SequenceMetrics
 from kvtier.policies.mru import MRU
 from kvtier.residency import BlockState
-from kvtier.step import StepState
+from kvtier.step import NewColumns, StepState
 from kvtier.types import EvictionPolicy, MovePurpose, SequenceId, Tier
 from tests.small_tiers import BROKEN_POLICIES, HandEngine, House, build
-
-
-def filled(house: House, num_tokens: int, first_id: int = 0) -> BlockTable:
-    """A new idle sequence with that many tokens, in steps of one block, its full blocks sealed."""
-    table = house.manager.new_sequence()
-    for start in range(0, num_tokens, 4):
-        house.append(table, list(range(first_id + start, first_id + min(start + 4, num_tokens))))
-    house.manager.leave(table)
-    return table
-
 
 # With nothing to fill up to, no block is copied down early or promoted in the background.
 NO_BACKGROUND = {"low_frac": 0.0}
@@ -32,12 +24,6 @@ def purposes(house: House) -> list[tuple[str, str, str]]:
     return [(move.purpose.value, move.source.label, move.dest.label) for move in house.engine.started]
 
 
-def check(house: House) -> None:
-    house.manager.check_integrity()
-    for table in house.manager.tables.values():
-        assert house.read(table) == table.token_ids()
-
-
 # -- who goes first ---------------------------------------------------------------------------------------------------
 
 
@@ -45,8 +31,8 @@ def test_blocks_of_idle_sequences_go_before_running_ones() -> None:
     house = build(
         gpu=4, cpu=4, policies={Tier.GPU: MRU()}, **NO_BACKGROUND
     )  # MRU alone would name the running sequence's blocks
-    idle = filled(house, 8, 100)
-    running = house.manager.new_sequence()
+    idle = house.filled(8, 100)
+    running = house.manager.new_batch()
     house.manager.enter(running)
     house.append(running, [1, 2, 3, 4, 5, 6, 7, 8])
     house.append(running, [9])
@@ -56,13 +42,13 @@ def test_blocks_of_idle_sequences_go_before_running_ones() -> None:
     assert house.tiers_of(idle) == ["cpu", "cpu"]
     house.append(running, [14, 15, 16, 17])
     assert house.tiers_of(running).count("gpu") == 4
-    check(house)
+    house.check()
 
 
 def test_the_last_stepped_sequence_counts_as_running_until_it_leaves() -> None:
     house = build(gpu=3, cpu=4, policies={Tier.GPU: MRU()})
-    idle, other = filled(house, 4, 100), filled(house, 4, 200)
-    last = house.manager.new_sequence()
+    idle, other = house.filled(4, 100), house.filled(4, 200)
+    last = house.manager.new_batch()
     house.append(last, [1, 2, 3, 4])
     house.append(last, [5])
     assert house.tiers_of(last) == ["gpu", "gpu"]
@@ -74,41 +60,41 @@ def test_the_last_stepped_sequence_counts_as_running_until_it_leaves() -> None:
 
 def test_write_behind_makes_sealed_blocks_clean_and_evicting_them_is_free() -> None:
     house = build(gpu=2, cpu=8, nvme=0)
-    table = filled(house, 8)
+    batch = house.filled(8)
     house.manager.poll()
     assert purposes(house) == [("write_behind", "gpu", "cpu")] * 2
     house.drain()
-    assert house.tiers_of(table) == ["gpu+cpu"] * 2
-    other = house.manager.new_sequence()
+    assert house.tiers_of(batch) == ["gpu+cpu"] * 2
+    other = house.manager.new_batch()
     house.append(other, [1, 2, 3, 4, 5])
-    assert house.tiers_of(table) == ["cpu"] * 2
+    assert house.tiers_of(batch) == ["cpu"] * 2
     assert len(house.engine.started) == 2
-    check(house)
+    house.check()
 
 
 def test_blocks_that_are_not_sealed_are_not_copied_down_early() -> None:
     house = build(gpu=4, cpu=8)
-    table = house.manager.new_sequence()
-    house.manager.enter(table)
-    house.append(table, [1, 2, 3, 4])
+    batch = house.manager.new_batch()
+    house.manager.enter(batch)
+    house.append(batch, [1, 2, 3, 4])
     house.manager.poll()
     assert not house.engine.started
-    house.append(table, [5])  # the next step seals
-    assert house.placement.residency[table.blocks[0]].state is BlockState.SEALED
+    house.append(batch, [5])  # the next step seals
+    assert house.placement.residency[batch.tables[0].blocks[0]].state is BlockState.SEALED
     house.manager.poll()
     assert purposes(house) == [("write_behind", "gpu", "cpu")]
 
 
 def test_demoting_a_dirty_block_keeps_the_source_until_the_copy_has_committed() -> None:
     house = build(gpu=1, cpu=2, max_delay=0)
-    table = filled(house, 4)
+    batch = house.filled(4)
     house.placement.give_up(Tier.GPU, 1)
-    assert house.tiers_of(table) == ["gpu"]
+    assert house.tiers_of(batch) == ["gpu"]
     assert house.used() == {"gpu": 1, "cpu": 1, "nvme": 0}
     house.drain()
-    assert house.tiers_of(table) == ["cpu"]
+    assert house.tiers_of(batch) == ["cpu"]
     assert house.used() == {"gpu": 0, "cpu": 1, "nvme": 0}
-    check(house)
+    house.check()
 
 
 # -- tails ------------------------------------------------------------------------------------------------------------
@@ -116,78 +102,78 @@ def test_demoting_a_dirty_block_keeps_the_source_until_the_copy_has_committed() 
 
 def test_forked_tails_are_copied_when_one_side_appends() -> None:
     house = build(**NO_BACKGROUND)
-    table = filled(house, 6)
-    twin = house.manager.fork(table)
+    batch = house.filled(6)
+    twin = house.manager.fork(batch)
     assert not house.engine.started
-    assert twin.blocks == table.blocks
+    assert twin.tables[0].blocks == batch.tables[0].blocks
     house.append(twin, [90])
     assert purposes(house) == [("copy_tail", "gpu", "gpu")]
-    assert twin.blocks[0] == table.blocks[0]
-    assert twin.blocks[1] != table.blocks[1]
-    house.append(table, [80])  # the tail is its own now
+    assert twin.tables[0].blocks[0] == batch.tables[0].blocks[0]
+    assert twin.tables[0].blocks[1] != batch.tables[0].blocks[1]
+    house.append(batch, [80])  # the tail is its own now
     assert len(house.engine.started) == 1
-    assert house.read(table) == [0, 1, 2, 3, 4, 5, 80]
+    assert house.read(batch) == [0, 1, 2, 3, 4, 5, 80]
     assert house.read(twin) == [0, 1, 2, 3, 4, 5, 90]
-    check(house)
+    house.check()
 
 
 def test_dropping_one_fork_leaves_the_other_whole() -> None:
     house = build()
-    table = filled(house, 6)
-    twin = house.manager.fork(table)
-    house.manager.drop_sequence(table.sequence)
+    batch = house.filled(6)
+    twin = house.manager.fork(batch)
+    house.manager.drop(batch)
     assert house.read(twin) == [0, 1, 2, 3, 4, 5]
-    check(house)
-    house.manager.drop_sequence(twin.sequence)
+    house.check()
+    house.manager.drop(twin)
     assert house.used() == {"gpu": 0, "cpu": 0, "nvme": 0}
 
 
 @pytest.mark.parametrize("tier", list(Tier))
 def test_a_crop_into_a_sealed_block_copies_its_first_tokens_from_any_tier(tier: Tier) -> None:
     house = build(cpu=0 if tier is Tier.NVME else 4, **NO_BACKGROUND)
-    table = filled(house, 8)
+    batch = house.filled(8)
     if tier is not Tier.GPU:
         house.placement.give_up(Tier.GPU, 2)
         house.drain()
-    assert house.tiers_of(table) == [tier.label] * 2
-    sealed = table.blocks[1]
-    house.manager.truncate(table, 6)
-    house.append(table, [60, 70])
+    assert house.tiers_of(batch) == [tier.label] * 2
+    sealed = batch.tables[0].blocks[1]
+    house.manager.truncate(batch, 6)
+    house.append(batch, [60, 70])
     assert ("copy_tail", tier.label, "gpu") in purposes(house)
     assert house.placement.residency.get(sealed) is None
-    assert house.read(table) == [0, 1, 2, 3, 4, 5, 60, 70]
-    check(house)
+    assert house.read(batch) == [0, 1, 2, 3, 4, 5, 60, 70]
+    house.check()
 
 
 def test_a_crop_into_a_shared_sealed_block_leaves_the_twin_as_it_was() -> None:
     house = build()
-    table = filled(house, 8)
-    twin = house.manager.fork(table)
-    house.manager.truncate(table, 5)
-    house.append(table, [50, 60])
-    assert house.read(table) == [0, 1, 2, 3, 4, 50, 60]
+    batch = house.filled(8)
+    twin = house.manager.fork(batch)
+    house.manager.truncate(batch, 5)
+    house.append(batch, [50, 60])
+    assert house.read(batch) == [0, 1, 2, 3, 4, 50, 60]
     assert house.read(twin) == list(range(8))
-    check(house)
+    house.check()
 
 
 def test_a_crop_into_a_full_block_that_is_not_sealed_reopens_it() -> None:
     house = build()
-    table = house.manager.new_sequence()
-    house.append(table, [0, 1, 2, 3])
-    house.manager.truncate(table, 2)
-    house.append(table, [9])
+    batch = house.manager.new_batch()
+    house.append(batch, [0, 1, 2, 3])
+    house.manager.truncate(batch, 2)
+    house.append(batch, [9])
     assert not house.engine.started
-    assert house.read(table) == [0, 1, 9]
+    assert house.read(batch) == [0, 1, 9]
 
 
 def test_a_demoted_tail_is_promoted_for_its_step_and_its_lower_copies_go_when_it_grows() -> None:
     house = build()
-    table = filled(house, 6)
-    tail = table.blocks[1]
+    batch = house.filled(6)
+    tail = batch.tables[0].blocks[1]
     house.placement.give_up(Tier.GPU, 2)
     house.drain()
-    assert house.tiers_of(table) == ["cpu", "cpu"]
-    step = house.manager.begin_step(table, 1)
+    assert house.tiers_of(batch) == ["cpu", "cpu"]
+    step = house.manager.begin_step(batch, [NewColumns.of(1)])
     record = house.placement.residency[tail]
     assert set(record.copies) == {Tier.GPU, Tier.CPU}
     assert record.pins[Tier.GPU] == 1
@@ -195,11 +181,11 @@ def test_a_demoted_tail_is_promoted_for_its_step_and_its_lower_copies_go_when_it
     assert set(record.copies) == {Tier.GPU, Tier.CPU}
     assert not record.pins[Tier.GPU]
     generation = record.generation
-    house.append(table, [60])
+    house.append(batch, [60])
     assert set(record.copies) == {Tier.GPU}
     assert record.generation > generation
-    assert house.read(table) == [0, 1, 2, 3, 4, 5, 60]
-    check(house)
+    assert house.read(batch) == [0, 1, 2, 3, 4, 5, 60]
+    house.check()
 
 
 def test_a_tail_that_is_demoted_further_to_make_its_own_room_is_waited_for() -> None:
@@ -207,31 +193,31 @@ def test_a_tail_that_is_demoted_further_to_make_its_own_room_is_waited_for() -> 
     engine = house.placement.engine = HandEngine()
     manager, placement = house.manager, house.placement
     manager.upkeep.MAX_BACKGROUND = 1  # type: ignore[misc]  # one write-behind, and nothing is promoted early
-    table = manager.new_sequence()
-    manager.commit_step(manager.begin_step(table, 2), [1, 2])
+    batch = manager.new_batch()
+    manager.commit_step(manager.begin_step(batch, [NewColumns.of(2, [1, 2])]))
     placement.give_up(Tier.GPU, 1)
     house.drain()
-    early, late = manager.new_sequence(), manager.new_sequence()
+    early, late = manager.new_batch(), manager.new_batch()
     for other in (early, late):
-        manager.commit_step(manager.begin_step(other, 4), [1, 2, 3, 4])
+        manager.commit_step(manager.begin_step(other, [NewColumns.of(4, [1, 2, 3, 4])]))
         manager.leave(other)
     # Room on the gpu tier comes from the write-behind of `early`, while the tail is on its way from cpu to nvme.
     engine.first = lambda move: move.purpose is not MovePurpose.WRITE_BEHIND
-    manager.commit_step(manager.begin_step(table, 1), [3])
-    assert house.tiers_of(table) == ["gpu"]
+    manager.commit_step(manager.begin_step(batch, [NewColumns.of(1, [3])]))
+    assert house.tiers_of(batch) == ["gpu"]
     assert house.tiers_of(early) == ["cpu"]
     manager.check_integrity()
 
 
 def test_a_shared_tail_need_not_stay_on_the_gpu_tier_while_it_is_copied() -> None:
     house = build(gpu=2, cpu=2)
-    table = filled(house, 2)
-    twin = house.manager.fork(table)
+    batch = house.filled(2)
+    twin = house.manager.fork(batch)
     num_new = house.manager.max_new_tokens(twin)
     assert num_new == 6
     house.append(twin, list(range(10, 16)))  # takes both gpu slots
-    assert house.tiers_of(table) == ["cpu"]
-    check(house)
+    assert house.tiers_of(batch) == ["cpu"]
+    house.check()
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -239,23 +225,23 @@ def test_a_shared_tail_need_not_stay_on_the_gpu_tier_while_it_is_copied() -> Non
 
 def test_an_aborted_step_leaves_nothing_behind() -> None:
     house = build(**NO_BACKGROUND)
-    table = filled(house, 6)
-    before = (list(table.blocks), table.token_ids(), house.used())
-    step = house.manager.begin_step(table, 7)
+    batch = house.filled(6)
+    before = (list(batch.tables[0].blocks), batch.tables[0].token_ids(), house.used())
+    step = house.manager.begin_step(batch, [NewColumns.of(7)])
     assert house.used()["gpu"] == 4
-    for write in step.writes:
+    for write in step.rows[0].writes:
         house.write(write, [-9] * 7)
     house.manager.abort_step(step)
     assert step.state is StepState.ABORTED
     house.manager.abort_step(step)
-    assert (list(table.blocks), table.token_ids(), house.used()) == before
-    check(house)
+    assert (list(batch.tables[0].blocks), batch.tables[0].token_ids(), house.used()) == before
+    house.check()
 
 
 def test_a_step_pins_what_it_writes_to() -> None:
     house = build(gpu=3)
-    table = filled(house, 2)
-    step = house.manager.begin_step(table, 10)
+    batch = house.filled(2)
+    step = house.manager.begin_step(batch, [NewColumns.of(10)])
     with pytest.raises(CapacityError, match=r"gpu 3/3 blocks \(3 pinned\)"):
         house.placement.make_room(Tier.GPU, 1)
     house.manager.abort_step(step)
@@ -264,19 +250,19 @@ def test_a_step_pins_what_it_writes_to() -> None:
 
 def test_layers_append_once_and_all_of_them() -> None:
     house = build()
-    step = house.manager.begin_step(house.manager.new_sequence(), 3)
+    step = house.manager.begin_step(house.manager.new_batch(), [NewColumns.of(3)])
     step.append(0, 3)
     assert (step.length(0), step.length(1)) == (3, 0)
     with pytest.raises(UnsupportedError, match="layers \\[1\\] of 2 appended nothing"):
-        step.check_complete(2)
+        step.check_complete((0, 1))
     for layer, num_tokens in ((0, 3), (1, 2)):
         with pytest.raises(UnsupportedError, match=f"layer {layer} appended {num_tokens} tokens"):
             step.append(layer, num_tokens)
     step.append(1, 3)
     with pytest.raises(UnsupportedError, match="layers \\[0, 1\\] attended without kvtier"):
-        step.check_complete(2)
+        step.check_complete((0, 1))
     step.attended |= {0, 1}
-    step.check_complete(2)
+    step.check_complete((0, 1))
     house.manager.abort_step(step)
     with pytest.raises(IntegrityError, match="aborted"):
         step.append(2, 3)
@@ -284,14 +270,14 @@ def test_layers_append_once_and_all_of_them() -> None:
 
 def test_a_dropped_sequence_has_no_steps() -> None:
     house = build()
-    table = filled(house, 4)
-    house.manager.dropped.append(table.sequence)
+    batch = house.filled(4)
+    house.manager.dropped.append(batch)
     house.manager.poll()
     assert house.manager.residency_len == 0
-    with pytest.raises(IntegrityError, match="unknown"):
-        house.manager.begin_step(table, 1)
-    house.manager.dropped.append(table.sequence)
-    house.manager.dropped.append(SequenceId(12345))
+    with pytest.raises(IntegrityError, match="a dropped one"):
+        house.manager.begin_step(batch, [NewColumns.of(1)])
+    house.manager.dropped.append(batch)
+    house.manager.dropped.append(Batch([BlockTable(SequenceId(12345), 4)], SequenceMetrics()))
     house.manager.poll()
 
 
@@ -300,52 +286,52 @@ def test_a_dropped_sequence_has_no_steps() -> None:
 
 def test_demotion_starts_above_high_and_stops_at_low() -> None:
     house = build(gpu=10, cpu=0, nvme=20, high_frac=0.8, low_frac=0.5)
-    table = filled(house, 32)
+    batch = house.filled(32)
     house.manager.poll()
     assert not house.engine.started  # at the mark, not above it
-    filled(house, 4, 100)
+    house.filled(4, 100)
     house.manager.poll()
     house.manager.poll()  # what is leaving already is not asked for again
     house.drain()
     house.manager.poll()
     assert house.used() == {"gpu": 5, "nvme": 4}
-    assert house.tiers_of(table) == ["nvme"] * 4 + ["gpu"] * 4
-    check(house)
+    assert house.tiers_of(batch) == ["nvme"] * 4 + ["gpu"] * 4
+    house.check()
 
 
 def test_running_blocks_come_back_while_there_is_room_below_low() -> None:
     house = build(gpu=10, cpu=0, nvme=20, high_frac=0.8, low_frac=0.5)
-    table, other = filled(house, 28), filled(house, 12, 100)
+    batch, other = house.filled(28), house.filled(12, 100)
     house.placement.give_up(Tier.GPU, 10)
     house.drain()
     assert house.used()["gpu"] == 0
-    house.manager.enter(table)
+    house.manager.enter(batch)
     for _ in range(5):
         house.manager.poll()
         house.drain()
-    assert house.tiers_of(table) == ["gpu+nvme"] * 5 + ["nvme"] * 2  # clean: its nvme copy stays
+    assert house.tiers_of(batch) == ["gpu+nvme"] * 5 + ["nvme"] * 2  # clean: its nvme copy stays
     assert house.tiers_of(other) == ["nvme"] * 3
-    check(house)
+    house.check()
 
 
 def test_nothing_is_promoted_for_idle_sequences_or_within_a_full_scan() -> None:
     house = build(gpu=3, cpu=0, nvme=20)
-    table = filled(house, 24)
+    batch = house.filled(24)
     house.drain()
     num_moves = len(house.engine.started)
     house.manager.poll()
-    house.manager.enter(table)
+    house.manager.enter(batch)
     for _ in range(5):
         house.manager.poll()
         house.drain()
     assert len(house.engine.started) == num_moves
-    check(house)
+    house.check()
 
 
 def test_idle_blocks_make_room_for_promotions_and_push_no_running_block_down() -> None:
     house = build(gpu=2, cpu=2, nvme=8)
-    running = filled(house, 16)
-    idle = filled(house, 8, 100)
+    running = house.filled(16)
+    idle = house.filled(8, 100)
     house.drain()
     assert house.used()["gpu"] == 2
     house.manager.enter(running)
@@ -356,22 +342,22 @@ def test_idle_blocks_make_room_for_promotions_and_push_no_running_block_down() -
     house.drain()
     assert sum("gpu" in place for place in house.tiers_of(running)) == 2
     assert not any("gpu" in place for place in house.tiers_of(idle))
-    check(house)
+    house.check()
 
 
 def test_a_block_shared_by_two_running_sequences_is_promoted_once() -> None:
     house = build(gpu=4, cpu=0)
-    table = filled(house, 8)
-    twin = house.manager.fork(table)
+    batch = house.filled(8)
+    twin = house.manager.fork(batch)
     house.placement.give_up(Tier.GPU, 2)
     house.drain()
-    house.manager.enter(table)
+    house.manager.enter(batch)
     house.manager.enter(twin)
     house.manager.poll()
     house.drain()
     assert house.tiers_of(twin) == ["gpu+nvme"] * 2
     assert len([move for move in house.engine.started if move.purpose is MovePurpose.PROMOTE]) == 2
-    check(house)
+    house.check()
 
 
 # -- tiers that are absent or small -----------------------------------------------------------------------------------
@@ -380,46 +366,46 @@ def test_a_block_shared_by_two_running_sequences_is_promoted_once() -> None:
 @pytest.mark.parametrize(("cpu", "nvme"), [(0, 9), (9, 0), (1, 9), (4, 5), (1, 8)])
 def test_every_set_of_tiers_holds_as_many_blocks_as_it_has_slots(cpu: int, nvme: int) -> None:
     house = build(gpu=3, cpu=cpu, nvme=nvme)
-    tables = [filled(house, 8, 100 * index) for index in range((3 + cpu + nvme) // 2)]
+    batches = [house.filled(8, 100 * index) for index in range((3 + cpu + nvme) // 2)]
     house.drain()
-    assert sum(house.used().values()) >= 2 * len(tables)
-    for table in tables:
-        assert house.read(table) == table.token_ids()
-    check(house)
+    assert sum(house.used().values()) >= 2 * len(batches)
+    for batch in batches:
+        assert house.read(batch) == batch.tables[0].token_ids()
+    house.check()
 
 
 def test_with_the_gpu_tier_alone_there_is_an_end() -> None:
     house = build(gpu=2, cpu=0, nvme=0)
-    table = filled(house, 8)
+    batch = house.filled(8)
     with pytest.raises(CapacityError):
-        house.manager.begin_step(table, 1)
+        house.manager.begin_step(batch, [NewColumns.of(1)])
     house.manager.poll()
-    assert house.read(table) == list(range(8))
-    house.manager.truncate(table, 4)
-    house.append(table, [9])
-    check(house)
+    assert house.read(batch) == list(range(8))
+    house.manager.truncate(batch, 4)
+    house.append(batch, [9])
+    house.check()
 
 
 def test_a_capacity_error_says_what_is_full_and_what_to_do_and_changes_nothing() -> None:
-    house = build(gpu=2, cpu=1, nvme=1)
-    table, other = filled(house, 10), filled(house, 4, 100)
-    before = [(list(t.blocks), t.token_ids()) for t in (table, other)]
+    house = build(gpu=3, cpu=1, nvme=1)
+    batch, other = house.filled(10), house.filled(8, 100)
+    before = [(list(t.tables[0].blocks), t.tables[0].token_ids()) for t in (batch, other)]
     with pytest.raises(CapacityError) as caught:
-        house.manager.begin_step(table, 8)
-    for part in ("2 slots of 100 bytes", "gpu 2/2 blocks (", "cpu 1/1", "nvme 1/1", "Raise a tier's budget"):
+        house.manager.begin_step(batch, [NewColumns.of(8)])
+    for part in ("2 slots of 100 bytes", "gpu 3/3 blocks (", "cpu 1/1", "nvme 1/1", "Raise a tier's budget"):
         assert part in str(caught.value)
-    assert [(list(t.blocks), t.token_ids()) for t in (table, other)] == before
+    assert [(list(t.tables[0].blocks), t.tables[0].token_ids()) for t in (batch, other)] == before
     assert house.placement.residency_pins(Tier.GPU) == 0
-    check(house)
+    house.check()
 
 
 def test_a_step_that_can_never_fit_is_refused_before_anything_moves() -> None:
     house = build(gpu=2)
-    table = filled(house, 2)
-    with pytest.raises(CapacityError, match="3 gpu slots, the gpu tier has 2"):
-        house.manager.begin_step(table, 11)
+    batch = house.filled(2)
+    with pytest.raises(CapacityError, match=r"need 3 gpu slots \(tails 1, new blocks 2\), the gpu tier has 2"):
+        house.manager.begin_step(batch, [NewColumns.of(7)])
     assert not house.engine.started
-    assert house.manager.max_new_tokens(table) == 6
+    assert house.manager.max_new_tokens(batch) == 6
 
 
 # -- misfortune -------------------------------------------------------------------------------------------------------
@@ -433,34 +419,34 @@ def test_a_broken_policy_loses_no_block_and_does_not_stop_the_house(
     policies: dict[Tier, EvictionPolicy] = {tier: BROKEN_POLICIES[name]() for tier in Tier}
     house = build(gpu=3, cpu=cpu, nvme=6, policies=policies, high_frac=0.9, low_frac=0.5)
     with caplog.at_level(logging.WARNING, "kvtier"):
-        tables = [filled(house, 8, 100 * index) for index in range((9 + cpu) // 2)]
-        for table in tables:
-            assert house.read(table) == table.token_ids()
+        batches = [house.filled(8, 100 * index) for index in range((9 + cpu) // 2)]
+        for batch in batches:
+            assert house.read(batch) == batch.tables[0].token_ids()
         with pytest.raises(CapacityError):
-            filled(house, 8)
-    check(house)
+            house.filled(8)
+    house.check()
     assert "eviction policy" in caplog.text
     assert caplog.text.count("inserted raised") <= 3  # once a tier
-    for table in tables:
-        house.manager.drop_sequence(table.sequence)
-    check(house)
+    for batch in batches:
+        house.manager.drop(batch)
+    house.check()
 
 
 def test_a_device_that_hangs_is_an_error_and_gives_its_slots_back_later() -> None:
     house = build(gpu=2, cpu=2)
-    table, other = filled(house, 4), filled(house, 4, 100)
+    batch, other = house.filled(4), house.filled(4, 100)
     house.engine.hanging = True
     with pytest.raises(TransferTimeoutError, match="no transfer ended within"):
         house.append(other, [1])
     assert house.placement.moves
     house.manager.check_integrity()
-    assert other.token_ids() == [100, 101, 102, 103]
+    assert other.tables[0].token_ids() == [100, 101, 102, 103]
     house.engine.hanging = False
     house.append(other, [1])
     house.drain()
-    check(house)
-    for each in (table, other):
-        house.manager.drop_sequence(each.sequence)
+    house.check()
+    for each in (batch, other):
+        house.manager.drop(each)
     house.drain()
     assert house.used() == {"gpu": 0, "cpu": 0, "nvme": 0}
 
@@ -468,14 +454,14 @@ def test_a_device_that_hangs_is_an_error_and_gives_its_slots_back_later() -> Non
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_tail_whose_copy_hangs_gives_its_slot_back_later(forked: bool) -> None:
     house = build(gpu=4, cpu=2, **NO_BACKGROUND)
-    table = filled(house, 2)
+    batch = house.filled(2)
     house.placement.give_up(Tier.GPU, 1)
     house.drain()
-    twin = house.manager.fork(table) if forked else table
+    twin = house.manager.fork(batch) if forked else batch
     house.engine.hanging = True
     for _ in range(2):  # the second waits for the move of the first
         with pytest.raises(TransferTimeoutError):
-            house.manager.begin_step(twin, 1)
+            house.manager.begin_step(twin, [NewColumns.of(1)])
     house.manager.check_integrity()
     assert house.used()["gpu"] == 1
     house.engine.hanging = False
@@ -483,14 +469,14 @@ def test_a_tail_whose_copy_hangs_gives_its_slot_back_later(forked: bool) -> None
     assert house.used()["gpu"] == (0 if forked else 1)
     house.append(twin, [7])
     assert house.read(twin) == [0, 1, 7]
-    check(house)
+    house.check()
 
 
 def test_a_sequence_dropped_while_it_moves_is_gone_when_the_move_ends() -> None:
     house = build(gpu=2, cpu=0, nvme=4)
-    table = filled(house, 8)
+    batch = house.filled(8)
     house.placement.give_up(Tier.GPU, 2)
-    house.manager.drop_sequence(table.sequence)
+    house.manager.drop(batch)
     house.manager.check_integrity()
     house.drain()
     assert house.manager.residency_len == 0
@@ -500,84 +486,84 @@ def test_a_sequence_dropped_while_it_moves_is_gone_when_the_move_ends() -> None:
 
 def test_a_failed_move_changes_nothing() -> None:
     house = build(gpu=2, cpu=2)
-    table = filled(house, 8)
+    batch = house.filled(8)
     house.engine.fail_frac = 1.0
     house.placement.give_up(Tier.GPU, 2)
     house.drain()
-    assert house.tiers_of(table) == ["gpu", "gpu"]
+    assert house.tiers_of(batch) == ["gpu", "gpu"]
     assert house.used() == {"gpu": 2, "cpu": 0, "nvme": 0}
     assert house.placement.metrics.moves_failed == 2
     assert not house.placement.metrics.bytes_moved
     with pytest.raises(CapacityError, match="last error: fake: the move failed"):
-        house.append(table, [1])
+        house.append(batch, [1])
     house.engine.fail_frac = 0.0
-    house.append(table, [1])
-    check(house)
+    house.append(batch, [1])
+    house.check()
 
 
 def test_a_tail_that_cannot_be_read_is_lost_for_this_step_only() -> None:
     house = build()
-    table = filled(house, 6)
+    batch = house.filled(6)
     house.placement.give_up(Tier.GPU, 2)
     house.drain()
     house.engine.fail_frac = 1.0
     with pytest.raises(BlockLostError, match="cannot be read from cpu"):
-        house.append(table, [6])
+        house.append(batch, [6])
     assert house.used()["gpu"] == 0
-    check(house)
+    house.check()
     house.engine.fail_frac = 0.0
-    house.append(table, [6])
-    assert house.read(table) == list(range(7))
+    house.append(batch, [6])
+    assert house.read(batch) == list(range(7))
 
 
 def test_blocks_that_could_not_be_read_are_not_promoted_again_in_the_background() -> None:
     house = build(gpu=4, cpu=0)
-    table = filled(house, 8)
+    batch = house.filled(8)
     house.placement.give_up(Tier.GPU, 2)
     house.drain()
     house.engine.fail_frac = 1.0
-    house.manager.enter(table)
+    house.manager.enter(batch)
     for _ in range(5):
         house.manager.poll()
         house.drain()
     assert house.placement.metrics.moves_failed == 2
-    check(house)
+    house.check()
 
 
 def test_a_full_disk_lowers_the_ceiling_once_and_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
     house = build(gpu=2, cpu=0, nvme=8)
     house.engine.nvme_available_slots = 3
-    tables = []
+    batches = []
     with caplog.at_level(logging.WARNING, "kvtier"), pytest.raises(CapacityError):
         for index in range(8):
-            tables.append(filled(house, 4, 100 * index))
-    assert len(tables) == 5
+            batches.append(house.filled(4, 100 * index))
+    assert len(batches) == 5
     assert house.placement.pools[Tier.NVME].ceiling == 3
     assert "room for 3 blocks instead of 8" in caplog.text
-    check(house)
+    house.check()
 
 
 def test_moves_and_sole_copies_are_counted() -> None:
     house = build(gpu=2, cpu=0, nvme=4)
-    table = filled(house, 8)
+    batch = house.filled(8)
     house.placement.give_up(Tier.GPU, 2)
     house.drain()
-    house.manager.enter(table)
+    house.manager.enter(batch)
     house.manager.poll()
     house.drain()
     metrics = house.placement.metrics
     assert metrics.bytes_moved == {(Tier.GPU, Tier.NVME): 200, (Tier.NVME, Tier.GPU): 200}
     assert metrics.edges()["nvme_to_gpu"] == 200
     assert (metrics.only_copy_peak_blocks, metrics.nvme_sole_reads) == (2, 2)
-    assert house.manager.metrics_of(table.sequence).nvme_read_bytes == 200
+    assert batch.metrics.nvme_read_bytes == 200
     assert (metrics.steps, metrics.tokens, metrics.moves_failed) == (2, 8, 0)
 
 
 def test_results_for_moves_that_nobody_started_are_a_bug() -> None:
     house = build(gpu=1)
     engine = house.placement.engine = HandEngine()
-    table = house.manager.new_sequence()
-    house.manager.commit_step(house.manager.begin_step(table, 4), [1, 2, 3, 4])
+    batch = house.manager.new_batch()
+    house.manager.commit_step(house.manager.begin_step(batch, [NewColumns.of(4, [1, 2, 3, 4])]))
     house.placement.give_up(Tier.GPU, 1)
     move = engine.flying[0]
     house.drain()

@@ -1,0 +1,113 @@
+"""Layers that are not tiered (windows, linear attention): transformers' own layer caches, kept beside the tiered ones.
+
+Their classes change window tensors by replacing them and linear-attention states in place; `Snapshot` tells them apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from kvtier.errors import UnsupportedError
+
+
+class UntieredLayers:
+    """The untiered layers of one cache, by layer index. Empty for models of full attention alone."""
+
+    def __init__(self, layers: Mapping[int, Any]) -> None:
+        self.layers = dict(layers)
+        self.num_bytes = 0
+        """Memory that they hold, as of the last `measure`."""
+        self.measure()
+
+    def measure(self) -> None:
+        """Let go of what windows do not need, and count what is held."""
+        for layer in self.layers.values():
+            for name, value in vars(layer).items():
+                # A window behind a long chunk is a view of it, and would keep all of it.
+                if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > 2 * value.nbytes:
+                    setattr(layer, name, value.clone())
+        storages = [tensor.untyped_storage() for layer in self.layers.values() for tensor in _tensors(vars(layer))]
+        self.num_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def snapshot(self) -> dict[int, dict[str, Any]]:
+        """What `restore` needs: references to window tensors, copies of states that are changed in place."""
+        return {index: _state(layer) for index, layer in self.layers.items()}
+
+    def restore(self, snapshot: Mapping[int, dict[str, Any]]) -> None:
+        """Put every layer back as it was."""
+        for index, state in snapshot.items():
+            vars(self.layers[index]).clear()
+            vars(self.layers[index]).update(state)
+        self.measure()
+
+    def fork(self) -> dict[int, Any]:
+        """Layers of their own with the same states."""
+        twins: dict[int, Any] = {}
+        for index, layer in self.layers.items():
+            twins[index] = copy.copy(layer)
+            vars(twins[index]).update(_state(layer))
+        return twins
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As transformers' `crop`.
+
+        Raises:
+            UnsupportedError: a layer has forgotten what it would have to go back to; nothing was cropped.
+        """
+        before = self.snapshot()
+        try:
+            for index, layer in self.layers.items():
+                _crop(index, layer, tokens_to_remove)
+        except BaseException:
+            self.restore(before)
+            raise
+        self.measure()
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Make row `i` what row `rows[i]` was."""
+        for layer in self.layers.values():
+            # Linear-attention layers have no other operation on rows, and it serves repeats and selections as well.
+            if not getattr(layer, "is_initialized", True):
+                continue
+            layer.reorder_cache(rows)
+        self.measure()
+
+
+def _crop(index: int, layer: Any, tokens_to_remove: int) -> None:
+    records = getattr(layer, "record_past", False)
+    if tokens_to_remove == 0 and not records:
+        return
+    kind = type(layer).__name__
+    if tokens_to_remove and not layer.is_croppable:
+        raise UnsupportedError(f"crop({tokens_to_remove}): layer {index} ({kind}) cannot go back; start a new cache")
+    try:
+        layer.crop(tokens_to_remove)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"crop({tokens_to_remove}): layer {index} ({kind}) has dropped the tokens that it would need; start a new "
+            f"cache, or call cache.activate_past_recording() before the tokens that may be cropped ({error})"
+        ) from error
+
+
+def _state(layer: Any) -> dict[str, Any]:
+    in_place = isinstance(layer, LinearAttentionCacheLayerMixin)
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(entry) for key, entry in value.items()}
+        return value.clone() if in_place and isinstance(value, torch.Tensor) else value
+
+    return {name: kept(value) for name, value in vars(layer).items()}
+
+
+def _tensors(values: Mapping[Any, Any]) -> Iterator[torch.Tensor]:
+    for value in values.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value)

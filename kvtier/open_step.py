@@ -1,0 +1,282 @@
+"""One step while the model's forward runs: new K and V into gpu slots, attention over runs from every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvtier.attention import (
+    Kernel,
+    Partial,
+    causal_attention,
+    finish,
+    merge,
+    pack,
+    padded_attention,
+    partial_attention,
+    sink_attention,
+)
+from kvtier.errors import UnsupportedError
+from kvtier.plan import Source, StepPlan
+from kvtier.step import RowStep, Step
+from kvtier.step_memory import StepMemory
+from kvtier.types import AttentionMode, Tier
+
+_Piece = tuple[int, torch.Tensor, torch.Tensor]
+"""A row, and K and V that all of its new columns see whole."""
+
+
+class OpenStep:
+    """One step while the model's forward runs: what `current_step` points to."""
+
+    def __init__(self, memory: StepMemory, step: Step, plan: StepPlan) -> None:
+        self._memory, self.step, self._plan = memory, step, plan
+        self._metrics = step.batch.metrics
+        self._new: dict[int, tuple[int, int]] = {}
+        self._wide = self._rows_of_many_pieces() if memory.group.is_wide else [False] * len(step.rows)
+        self.causal_masks: list[torch.Tensor] = []
+        """Plain causal masks that were made in this step: the only ones that a tiered layer may be given."""
+
+    @property
+    def mode(self) -> AttentionMode:
+        """How this step attends."""
+        return self._memory.mode
+
+    def is_tiered(self, layer: int) -> bool:
+        """Whether the layer's K and V lie on tiers. Others keep transformers' own cache and attention."""
+        return layer in self._memory.positions
+
+    @property
+    def has_untiered(self) -> bool:
+        """Whether the model has layers that are not tiered: their masks are their own affair."""
+        return self._memory.group.num_untiered > 0
+
+    # -- new tokens ---------------------------------------------------------------------------------------------------
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the step's new K and V of one layer into its gpu slots. Padding is left out.
+
+        Args:
+            keys: `[rows, kv_heads, num_new, key_dim]` in the group's dtype, on its device, without grad.
+            values: `[rows, kv_heads, num_new, value_dim]`.
+
+        Raises:
+            UnsupportedError: anything else; nothing was written.
+        """
+        shape, store, step = self._memory.group.shape, self._memory.store, self.step
+        position, start = self._memory.positions[layer], (len(step.rows), shape.kv_heads, step.num_new)
+        wanted = (*start, shape.key_dim), (*start, shape.value_dim)
+        dtype = self._memory.dtype
+        if (tuple(keys.shape), tuple(values.shape)) != wanted or keys.dtype != dtype or values.dtype != dtype:
+            raise UnsupportedError(
+                f"layer {layer} appended K {tuple(keys.shape)} {keys.dtype} and V {tuple(values.shape)} "
+                f"{values.dtype}; the wrapped model's config says K {wanted[0]} and V {wanted[1]} in {dtype}"
+            )
+        if keys.requires_grad or values.requires_grad:
+            raise UnsupportedError("keys that require grad cannot be cached exactly: call under torch.no_grad()")
+        step.append(layer, step.num_new)
+        self._new[layer] = (keys.data_ptr(), values.data_ptr())
+        for number, row in enumerate(step.rows):
+            row_keys, row_values = _tokens(keys[number], row), _tokens(values[number], row)
+            for write in row.writes:
+                new, old = (
+                    slice(write.offset, write.offset + write.count),
+                    slice(write.start, write.start + write.count),
+                )
+                store.keys[position][write.slot, :, old] = row_keys[:, new]
+                store.values[position][write.slot, :, old] = row_values[:, new]
+
+    def _begin_attention(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """The layer's slice index.
+
+        Raises UnsupportedError unless K and V are what the layer appended in this step: a module that is called from
+        inside the step, but not as part of it, must not attend over this batch.
+        """
+        if self._new.get(layer) != (keys.data_ptr(), values.data_ptr()) or layer in self.step.attended:
+            raise UnsupportedError(
+                f"layer {layer} attends with K and V that it did not append in this step: KV shared between layers, "
+                "changed after the append, or a call from inside the model's forward is not supported"
+            )
+        self.step.attended.add(layer)
+        return self._memory.positions[layer]
+
+    # -- blockwise ----------------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of the new columns over the whole of their rows.
+
+        Args:
+            query: `[rows, heads, num_new, key_dim]`.
+            keys, values: what `append` was given for this layer.
+            sinks: `[heads]`, see `sink_attention`.
+
+        Returns:
+            `[rows, num_new, heads, value_dim]`, contiguous, in the query's dtype. Zeros for padding that sees no token.
+
+        Raises:
+            BlockLostError, TransferTimeoutError: the step must be aborted.
+        """
+        position = self._begin_attention(layer, keys, values)
+        kv_heads, heads, num_new = self._memory.group.shape.kv_heads, query.shape[1], self.step.num_new
+        row_queries = [query[row : row + 1] for row in range(query.shape[0])]
+        packed = [pack(row_query, kv_heads) for row_query in row_queries]
+        merges_sinks = sinks is not None and self._memory.group.is_wide
+        kernels = [Kernel(scale, softcap, wide or merges_sinks) for wide in self._wide]
+        parts: list[list[Partial]] = [[] for _ in row_queries]
+        for number, piece_keys, piece_values in self._past(position):
+            parts[number].append(partial_attention(packed[number], piece_keys, piece_values, kernels[number]))
+            if num_new > 1:
+                parts[number] = [merge(parts[number])]  # a chunk's partial results are large: never more than one group
+        outputs: list[torch.Tensor] = []
+        for number, row in enumerate(self.step.rows):
+            new = slice(number, number + 1)
+            if row.is_full and num_new > 1:
+                parts[number].append(causal_attention(row_queries[number], keys[new], values[new], kernels[number]))
+            elif row.new.runs and not row.is_full:
+                runs = [(run.first, run.count) for run in row.new.runs]
+                part = padded_attention(row_queries[number], keys[new], values[new], runs, kernels[number])
+                parts[number].append(part)
+            if not parts[number]:
+                outputs.append(query.new_zeros((1, num_new, heads, values.shape[-1])))
+                continue
+            if sinks is not None:
+                parts[number].append(sink_attention(sinks, kv_heads, num_new, values.shape[-1]))
+            outputs.append(finish(parts[number], heads, query.dtype))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _rows_of_many_pieces(self) -> list[bool]:
+        """By row: a row of one piece is computed as the plain model would, and is not rounded twice."""
+        num_pieces = [len(plan.resident) for plan in self._plan.rows]
+        for source in self._plan.streamed:
+            for number in source.rows:
+                num_pieces[number] += 1
+        for number, row in enumerate(self.step.rows):
+            if self.step.num_new == 1:
+                num_pieces[number] += bool(row.writes) or row.tail_slot is not None
+            else:
+                num_pieces[number] += (row.tail_slot is not None) + bool(row.writes)
+        return [count > 1 for count in num_pieces]
+
+    def _past(self, position: int) -> Iterator[_Piece]:
+        """Pieces that every new column of a row sees whole: full blocks wherever they lie, and the committed tail.
+
+        A single new token sees itself too, so it is taken with its tail in one piece.
+        """
+        memory, step = self._memory, self.step
+        keys, values = memory.store.keys[position], memory.store.values[position]
+        at_once = memory.num_pieces if step.num_new > 1 else memory.num_decode_pieces
+        for number, (row, plan) in enumerate(zip(step.rows, self._plan.rows, strict=True)):
+            for run in plan.runs:
+                for first in range(run.first, run.first + run.count, at_once):
+                    view = slice(first, min(first + at_once, run.first + run.count))
+                    yield number, keys[view], values[view]
+            if step.num_new == 1 and row.writes:
+                write = row.writes[0]
+                slot, length = write.slot, write.start + 1
+                yield number, keys[slot : slot + 1, :, :length], values[slot : slot + 1, :, :length]
+            elif row.tail_slot is not None:
+                slot, length = row.tail_slot, row.table.tail_tokens
+                yield number, keys[slot : slot + 1, :, :length], values[slot : slot + 1, :, :length]
+            self._count(len(plan.resident), Tier.GPU)
+        for sources, streamed_keys, streamed_values in self._streamed(position):
+            for number in range(len(step.rows)):
+                for first, last in _entries(sources, number):
+                    for start in range(first, last, at_once):
+                        view = slice(start, min(start + at_once, last))
+                        yield number, streamed_keys[view], streamed_values[view]
+
+    def _streamed(self, position: int) -> Iterator[tuple[Sequence[Source], torch.Tensor, torch.Tensor]]:
+        ring = self._memory.ring
+        if ring is None or not self._plan.streamed:
+            return
+        slice_bytes, metrics = self._memory.group.shape.slice_bytes, self._memory.metrics
+        for group in ring.groups(position):
+            yield group.sources, group.keys, group.values
+            for source in group.sources:
+                metrics.bytes_moved[(source.tier, Tier.GPU)] += slice_bytes
+                self._count(1, source.tier)
+                if source.tier is Tier.NVME:
+                    metrics.nvme_sole_reads += 1
+                    self._metrics.nvme_read_bytes += slice_bytes
+
+    def _count(self, num_slices: int, tier: Tier) -> None:
+        self._memory.metrics.slices_read[tier] += num_slices
+        self._metrics.slices_read[tier] += num_slices
+
+    # -- gathered -----------------------------------------------------------------------------------------------------
+
+    def gather(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's whole K and V as the plain cache would hold them: `[rows, kv_heads, length, dim]`, contiguous,
+        64-byte-aligned; zeros for padding, which the model's mask hides. Valid until the next call.
+
+        Raises:
+            BlockLostError, TransferTimeoutError: the step must be aborted.
+        """
+        memory, step, shape = self._memory, self.step, self._memory.group.shape
+        position = self._begin_attention(layer, keys, values)
+        num_rows, total = len(step.rows), step.committed + step.num_new
+        padded_bytes, _ = memory.layer_bytes(num_rows * total)
+        # There is room: it was checked when the step was opened.
+        arena = memory.arena[memory.gather_start :].view(keys.dtype)
+        heads, middle = num_rows * shape.kv_heads, padded_bytes // shape.element_bytes
+        grid = (num_rows, shape.kv_heads, total)
+        whole_keys = arena[: heads * total * shape.key_dim].view(*grid, shape.key_dim)
+        whole_values = arena[middle : middle + heads * total * shape.value_dim].view(*grid, shape.value_dim)
+        store, block_tokens = memory.store, shape.block_tokens
+        if step.batch.is_padded:
+            whole_keys[:, :, : step.committed], whole_values[:, :, : step.committed] = 0, 0
+
+        def put(row: int, index: int, length: int, block_keys: torch.Tensor, block_values: torch.Tensor) -> None:
+            first = index * block_tokens
+            for column, token, count in step.rows[row].table.pieces(first, first + length):
+                at, block = slice(column, column + count), slice(token - first, token - first + count)
+                whole_keys[row, :, at] = block_keys[:, block]
+                whole_values[row, :, at] = block_values[:, block]
+
+        for number, (row, plan) in enumerate(zip(step.rows, self._plan.rows, strict=True)):
+            for resident in plan.resident:
+                slot = resident.slot
+                put(number, resident.index, block_tokens, store.keys[position][slot], store.values[position][slot])
+            if row.tail_slot is not None:
+                full, tail, slot = row.table.num_full_blocks, row.table.tail_tokens, row.tail_slot
+                put(number, full, tail, store.keys[position][slot], store.values[position][slot])
+            self._count(len(plan.resident), Tier.GPU)
+        for sources, group_keys, group_values in self._streamed(position):
+            for entry, source in enumerate(sources):
+                for number in source.rows:
+                    put(number, source.index, block_tokens, group_keys[entry], group_values[entry])
+        whole_keys[:, :, step.committed :] = keys
+        whole_values[:, :, step.committed :] = values
+        return whole_keys, whole_values
+
+
+def _tokens(columns: torch.Tensor, row: RowStep) -> torch.Tensor:
+    """Of `[heads, num_new, dim]`, those columns that hold tokens; a view when they are neighbours."""
+    runs = row.new.runs
+    if len(runs) == 1:
+        return columns[:, runs[0].first : runs[0].first + runs[0].count]
+    return torch.cat([columns[:, :0], *(columns[:, run.first : run.first + run.count] for run in runs)], dim=1)
+
+
+def _entries(sources: Sequence[Source], row: int) -> Iterator[tuple[int, int]]:
+    """Runs `first … last - 1` of neighbouring sources that belong to the row."""
+    first = None
+    for entry, source in enumerate(sources):
+        if row in source.rows:
+            first = entry if first is None else first
+        elif first is not None:
+            yield first, entry
+            first = None
+    if first is not None:
+        yield first, len(sources)

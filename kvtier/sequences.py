@@ -1,0 +1,226 @@
+"""Which sequences live, which of them run, and when their full blocks are sealed and joined. Part of the tier manager.
+
+Works on ids; touches no tensor. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier.batch import Batch
+from kvtier.block_table import BlockTable
+from kvtier.errors import IntegrityError
+from kvtier.metrics import SequenceMetrics
+from kvtier.placement import Placement
+from kvtier.residency import BlockState
+from kvtier.types import BlockId, SequenceId
+from kvtier.upkeep import Upkeep
+
+
+class Sequences:
+    """The batches of all caches. Rows share blocks by count; equal full blocks of a batch are joined when sealed."""
+
+    def __init__(self, placement: Placement, block_tokens: int) -> None:
+        self.placement = placement
+        self.upkeep = Upkeep(placement)
+        self.block_tokens = block_tokens
+        self.tables: dict[SequenceId, BlockTable] = {}
+        self.dropped: deque[Batch] = deque()
+        """Batches whose cache was garbage-collected. Finalizers append here and take no lock."""
+        self._running: dict[Batch, int] = {}
+        self._last: Batch | None = None
+        self._next_sequence = 0
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def new_batch(self, num_rows: int = 1) -> Batch:
+        """Empty rows."""
+        metrics = SequenceMetrics()
+        return Batch(
+            [self._add(BlockTable(self._new_id(metrics), self.block_tokens)) for _ in range(num_rows)], metrics
+        )
+
+    def _new_id(self, metrics: SequenceMetrics) -> SequenceId:
+        self._next_sequence += 1
+        sequence = SequenceId(self._next_sequence)
+        self.placement.sequence_metrics[sequence] = metrics
+        return sequence
+
+    def _add(self, table: BlockTable) -> BlockTable:
+        self.tables[table.sequence] = table
+        return table
+
+    def _fork_row(self, table: BlockTable, metrics: SequenceMetrics) -> BlockTable:
+        twin = table.fork(self._new_id(metrics))
+        for block in twin.blocks:
+            self.placement.residency[block].holders += 1
+        return self._add(twin)
+
+    def fork(self, batch: Batch) -> Batch:
+        """A batch of its own that shares every block by count; tails are copied when either side appends to them."""
+        metrics = SequenceMetrics()
+        return Batch([self._fork_row(table, metrics) for table in batch.tables], metrics)
+
+    def resize(self, batch: Batch, num_rows: int) -> None:
+        """Give an empty batch another number of rows."""
+        if batch.length:
+            raise IntegrityError(f"a batch of {batch.length} columns cannot be resized")
+        fresh = [BlockTable(self._new_id(batch.metrics), self.block_tokens) for _ in range(num_rows)]
+        self._replace(batch, [self._add(table) for table in fresh])
+
+    def select(self, batch: Batch, rows: Sequence[int]) -> None:
+        """Make row `i` what row `rows[i]` was; rows not named are dropped, those named twice share their blocks.
+
+        O(blocks of rows that are forked or dropped): a permutation moves nothing.
+
+        Raises:
+            IndexError: there is no such row; nothing changed.
+        """
+        if any(not 0 <= row < batch.num_rows for row in rows):
+            raise IndexError(f"rows {list(rows)[:8]} of {batch.num_rows}")
+        tables = [batch.tables[row] for row in rows]
+        kept: set[SequenceId] = set()
+        selected: list[BlockTable] = []
+        for table in tables:
+            selected.append(self._fork_row(table, batch.metrics) if table.sequence in kept else table)
+            kept.add(table.sequence)
+        self._replace(batch, selected)
+
+    def _replace(self, batch: Batch, tables: list[BlockTable]) -> None:
+        staying = {table.sequence for table in tables}
+        old, batch.tables = batch.tables, tables
+        for table in old:
+            if table.sequence not in staying:
+                self._drop_row(table)
+        self._rebuild_running()
+
+    def restore(self, batch: Batch, backup: Batch) -> None:
+        """Make `batch` what `backup`, a fork of it, still is; the backup is used up."""
+        tables, backup.tables = backup.tables, []
+        for table in tables:
+            self.placement.sequence_metrics[table.sequence] = batch.metrics
+        self._replace(batch, tables)
+
+    def truncate(self, batch: Batch, length: int) -> None:
+        """Keep the first `length` columns of each row, on every tier. O(blocks dropped)."""
+        for table in batch.tables:
+            self._release(table.truncate(length))
+
+    def mask_end(self, batch: Batch, row: int, num_columns: int) -> None:
+        """The row's last columns become padding; their tokens are dropped."""
+        self._release(batch.tables[row].mask_end(num_columns))
+
+    def _release(self, blocks: Sequence[BlockId]) -> None:
+        for block in blocks:
+            self.placement.release(block)
+
+    def drop(self, batch: Batch) -> None:
+        """Free everything that only this batch holds. Idempotent."""
+        self._running.pop(batch, None)
+        if self._last is batch:
+            self._last = None
+        for table in batch.tables:
+            self._drop_row(table)
+        self._rebuild_running()
+
+    def _drop_row(self, table: BlockTable) -> None:
+        if self.tables.pop(table.sequence, None) is None:
+            return
+        self._release(table.truncate(0))
+        self.placement.sequence_metrics.pop(table.sequence, None)
+
+    def drain_dropped(self) -> None:
+        """Drop what finalizers have left."""
+        while self.dropped:
+            self.drop(self.dropped.popleft())
+
+    # -- running and idle -------------------------------------------------------------------------------------------
+
+    def enter(self, batch: Batch) -> None:
+        """The batch runs until as many `leave`s: its blocks are demoted last and come back first."""
+        self._running[batch] = self._running.get(batch, 0) + 1
+        self._rebuild_running()
+
+    def leave(self, batch: Batch) -> None:
+        """Take back one `enter`; the last one makes the batch idle, which seals its full blocks."""
+        count = self._running.get(batch, 0) - 1
+        if count > 0:
+            self._running[batch] = count
+            return
+        self._running.pop(batch, None)
+        if self._last is batch:
+            self._last = None
+        self.seal(batch)
+        self._rebuild_running()
+
+    def make_last(self, batch: Batch) -> None:
+        """A step of this batch begins: one that is not in `enter` … `leave` runs until another batch's step."""
+        if self._last is batch:
+            return
+        if self._last is not None and self._last not in self._running:
+            self.seal(self._last)  # it goes idle
+        self._last = batch
+        self._rebuild_running()
+
+    def running(self) -> list[BlockTable]:
+        """The rows that run."""
+        last = [] if self._last is None or self._last in self._running else [self._last]
+        return [table for batch in (*self._running, *last) for table in batch.tables if table.sequence in self.tables]
+
+    def _rebuild_running(self) -> None:
+        # In place: evictable views hold this very set.
+        running = self.placement.running_blocks
+        running.clear()
+        for table in self.running():
+            running.update(table.blocks)
+
+    # -- sealing ----------------------------------------------------------------------------------------------------
+
+    def seal(self, batch: Batch) -> None:
+        """Make full blocks final, and equal ones of different rows one. O(newly sealed blocks x rows)."""
+        residency = self.placement.residency
+        first_new: int | None = None
+        for table in batch.tables:
+            # From the end: all blocks before a sealed one are sealed.
+            for index in range(table.num_full_blocks - 1, -1, -1):
+                record = residency[table.blocks[index]]
+                if record.state is BlockState.SEALED:
+                    break
+                record.state = BlockState.SEALED
+                self.upkeep.sealed(table.blocks[index])
+                first_new = index if first_new is None else min(first_new, index)
+        if first_new is not None and batch.num_rows > 1:
+            self._join(batch, first_new)
+
+    def _join(self, batch: Batch, first: int) -> None:
+        for index in range(first, max(table.num_full_blocks for table in batch.tables)):
+            blocks: dict[tuple[object, ...], BlockId] = {}
+            for table in batch.tables:
+                identity = table.identity(index) if index < table.num_full_blocks else None
+                if identity is None:
+                    continue
+                parent = table.blocks[index - 1] if index else None
+                block = table.blocks[index]
+                kept = blocks.setdefault((parent, *identity), block)
+                if kept != block:
+                    self.placement.residency[kept].holders += 1
+                    self.placement.release(table.replace(index, kept))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless blocks are held exactly by the tables."""
+        holders: dict[BlockId, int] = {}
+        for table in self.tables.values():
+            table.check_integrity()
+            for block in table.blocks:
+                holders[block] = holders.get(block, 0) + 1
+        residency = self.placement.residency
+        for block in residency.blocks():
+            if residency[block].holders != holders.pop(block, 0):
+                raise IntegrityError(
+                    f"block {block} counts {residency[block].holders} holders, the tables say otherwise"
+                )
+        if holders:
+            raise IntegrityError(f"tables hold blocks that are no more: {sorted(holders)[:8]}")
+        for batch in (*self._running, *([] if self._last is None else [self._last])):
+            batch.check_integrity()

@@ -1,0 +1,76 @@
+"""What `stats()` says: plain values, documented field by field in docs/stats.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.runtime import Runtime
+from kvtier.stores.nvme import NvmeStore
+from kvtier.stores.slab import SlabStore
+from kvtier.types import Tier
+
+
+def stats(runtime: Runtime) -> dict[str, Any]:
+    """Plain values; see docs/stats.md for each field. Commits what has arrived first."""
+    with runtime.turn:
+        runtime.check_open()
+        if not runtime.executor.is_open:  # from a hook: nothing may change place under a running step
+            runtime.manager.poll()
+        metrics = runtime.metrics
+        return {
+            "attention": runtime.mode.value,
+            "block_tokens": runtime.group.shape.block_tokens,
+            "block_bytes": runtime.group.shape.block_bytes,
+            "prefill_chunk": runtime.config.prefill_chunk,
+            "max_chunk": runtime.executor.limits.max_chunk,
+            "tiers": {tier.label: _tier_stats(runtime, tier) for tier in Tier},
+            "bytes_moved": metrics.edges(),
+            "blocks": runtime.manager.residency_len,
+            "sequences": len(runtime.manager.tables),
+            "steps": metrics.steps,
+            "steps_aborted": metrics.steps_aborted,
+            "tokens": metrics.tokens,
+            "moves_failed": metrics.moves_failed,
+            "moves_in_flight": len(runtime.placement.moves),
+            "nvme_sole_reads": metrics.nvme_sole_reads,
+            "recomputed_blocks": metrics.recomputed_blocks,
+            "untiered_bytes": runtime.untiered_bytes(),
+            "stall_s": metrics.stall_s,
+        }
+
+
+def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
+    store, pool = runtime.stores.get(tier), runtime.placement.pools.get(tier)
+    if store is None or pool is None:
+        return {"budget_bytes": 0, "used_bytes": 0, "peak_bytes": 0, "ceiling_bytes": 0, "num_slots": 0,
+                "used_slots": 0, "hit_frac": 0.0, "slices_read": 0, **_only_copies(runtime, tier)}  # fmt: skip
+    if isinstance(store, SlabStore):
+        used, peak = (num * store.slot_bytes for num in (pool.num_used, pool.peak_used))
+        if tier is Tier.GPU:
+            used += runtime.gpu_budget.fixed_bytes + runtime.untiered_bytes()
+            peak += runtime.gpu_budget.fixed_bytes + runtime.untiered_peak_bytes
+    else:  # segments are never given back before close, so now is the peak
+        used = peak = store.used_bytes()
+    stats: dict[str, Any] = {
+        "budget_bytes": runtime.budgets[tier],
+        "used_bytes": used,
+        "peak_bytes": peak,
+        "ceiling_bytes": store.ceiling_bytes() if isinstance(store, NvmeStore) else runtime.budgets[tier],
+        "num_slots": pool.ceiling,
+        "used_slots": pool.num_used,
+        "hit_frac": runtime.metrics.hit_frac(tier),
+        "slices_read": runtime.metrics.slices_read[tier],
+    }
+    if isinstance(store, NvmeStore):
+        stats["folder"] = str(store.folder)
+    return {**stats, **_only_copies(runtime, tier)}
+
+
+def _only_copies(runtime: Runtime, tier: Tier) -> dict[str, int]:
+    if tier is not Tier.NVME:
+        return {}
+    each = runtime.group.shape.block_bytes
+    return {
+        "only_copy_bytes": runtime.placement.residency.num_only_nvme * each,
+        "only_copy_peak_bytes": runtime.metrics.only_copy_peak_blocks * each,
+    }

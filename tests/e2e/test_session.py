@@ -1,0 +1,262 @@
+"""Sessions: whole transcripts in, only what differs computed, whatever was edited, with the plain model's logits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig
+
+from kvtier import TieredKV
+from kvtier.errors import ClosedError, KVTierError, SessionExistsError, UnsupportedError
+from kvtier.session import Session
+from tests.e2e.families import (
+    CHUNK,
+    FAMILIES,
+    GREEDY,
+    MODES,
+    assert_same,
+    mode_of,
+    occupied,
+    small_config,
+    tiny,
+    tiny_from,
+    tokens,
+)  # fmt: skip
+
+
+def plain(model: Any, ids: torch.Tensor, **kwargs: Any) -> Any:
+    """What the model answers to the whole transcript with nothing held."""
+    mask = torch.ones_like(ids)
+    cache = DynamicCache(config=model.config)
+    return model.generate(ids, attention_mask=mask, cache=cache, prefill_chunk_size=CHUNK, **{**GREEDY, **kwargs})
+
+
+def ask(tiered: TieredKV, chat: Session, ids: torch.Tensor, **kwargs: Any) -> tuple[Any, int]:
+    """The session's answer, compared with the plain model's, and how many tokens were computed for it."""
+    before = tiered.stats()["tokens"]
+    out = chat.generate(input_ids=ids, **{**GREEDY, **kwargs})
+    # Where a session goes on inside what was one chunk, other kernels ran: the bits are not promised, the tolerance is.
+    assert_same(out, plain(tiered.model, ids, **kwargs), "blockwise")
+    tiered.check_integrity()
+    return out, tiered.stats()["tokens"] - before
+
+
+@pytest.fixture(params=MODES)
+def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredKV]:
+    """As everywhere, with slots for the chunk of three rows."""
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path, request.param, gpu_slots=12)) as wrapper:
+        yield wrapper
+        wrapper.check_integrity()
+
+
+def edited(ids: torch.Tensor, at: int) -> torch.Tensor:
+    return ids.index_fill(1, torch.tensor([at]), int(ids[0, at]) % 200 + 7)
+
+
+def test_only_what_differs_is_computed(tiered: TieredKV) -> None:
+    chat = tiered.session("alice")
+    ids = tokens(300)
+    out, computed = ask(tiered, chat, ids)
+    assert computed == 300 + 19
+    assert chat.token_ids == out.sequences[0, :-1].tolist()
+    # One turn longer.
+    ids = torch.cat([out.sequences, tokens(30, 1)], dim=1)
+    out, computed = ask(tiered, chat, ids)
+    assert computed == 1 + 30 + 19
+    # The same again, as a retry does: only the last token's logits are missing.
+    again, computed = ask(tiered, chat, ids)
+    assert computed == 1 + 19 and torch.equal(again.sequences, out.sequences)
+    # Edited in the tail, in a full block, at the first token; then shorter than what is held.
+    for at in (ids.shape[1] - 2, 37, 0):
+        _, computed = ask(tiered, chat, edited(ids, at))
+        assert computed == ids.shape[1] - at + 19
+    _, computed = ask(tiered, chat, edited(ids, 0)[:, :100])
+    assert computed == 1 + 19
+    assert tiered.stats()["nvme_sole_reads"] > 0
+
+
+@pytest.mark.parametrize("at", [0, 1, 15, 16, 17, 150, 318])
+def test_an_edit_anywhere_keeps_exactly_what_lies_before(at: int, tmp_path: Path) -> None:
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path)) as tiered:
+        chat = tiered.session("x")
+        out, _ = ask(tiered, chat, tokens(300))
+        _, computed = ask(tiered, chat, edited(out.sequences, at))
+        assert computed == out.sequences.shape[1] - at + 19
+        out, computed = ask(tiered, chat, out.sequences)
+        assert computed == out.sequences.shape[1] - 20 - at + 19
+
+
+@pytest.mark.parametrize("how", [
+    {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 4},
+], ids=str)  # fmt: skip
+def test_other_modes_go_on_with_what_is_held(how: dict[str, Any], tiered: TieredKV) -> None:
+    chat, ids = tiered.session("x"), tokens(120)
+    for turn in range(3):
+        out, computed = ask(tiered, chat, ids, **how)
+        assert chat.cache.batch_size == 1
+        assert chat.token_ids == out.sequences[0, : len(chat.token_ids)].tolist()
+        assert len(chat.token_ids) >= ids.shape[1]
+        if turn and "num_beams" not in how:
+            assert computed <= 31 + 20 * 5
+        ids = torch.cat([out.sequences[:1], tokens(30, turn)], dim=1)
+    # One row again, greedy.
+    _, computed = ask(tiered, chat, ids)
+    assert computed <= 31 + 19
+
+
+def test_an_assistant_model_in_a_session(tiered: TieredKV) -> None:
+    chat, ids = tiered.session("x"), tokens(120)
+    for turn in range(3):
+        out, _ = ask(tiered, chat, ids, assistant_model=tiny("qwen2"))
+        ids = torch.cat([out.sequences, tokens(30, turn)], dim=1)
+
+
+def test_close_keeps_and_delete_frees(tiered: TieredKV) -> None:
+    with tiered.session("alice") as chat:
+        out, _ = ask(tiered, chat, tokens(100))
+    for use in (lambda: chat.token_ids, lambda: chat.generate(tokens(3)), lambda: chat.fork("other")):
+        with pytest.raises(ClosedError, match=r"alice.*tiered\.session"):
+            use()
+    again = tiered.session("alice")
+    assert again.token_ids == out.sequences[0, :-1].tolist()
+    _, computed = ask(tiered, again, out.sequences)
+    assert computed == 1 + 19
+    other = tiered.session("alice")
+    again.delete()
+    again.delete()
+    assert occupied(tiered) == 0
+    with pytest.raises(ClosedError, match="was deleted"):
+        _ = other.token_ids
+    assert tiered.session("alice").token_ids == []
+
+
+def test_a_fork_shares_blocks_and_goes_its_own_way(tiered: TieredKV) -> None:
+    chat = tiered.session("a")
+    out, _ = ask(tiered, chat, tokens(200))
+    before = occupied(tiered)
+    twin = chat.fork("b")
+    assert occupied(tiered) == before and twin.token_ids == chat.token_ids
+    with pytest.raises(SessionExistsError, match="'b' already"):
+        chat.fork("b")
+    for turn in range(2):
+        for session, seed in ((chat, 1), (twin, 2)):
+            _, computed = ask(tiered, session, torch.cat([out.sequences, tokens(20, 10 * seed + turn)], dim=1))
+            assert computed == (turn == 0) + 20 + 19  # the answer's last token is held since the first turn
+    chat.delete()
+    assert twin.token_ids
+    ask(tiered, twin, torch.cat([out.sequences, tokens(9, 9)], dim=1))
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) & {"gemma2", "gemma3", "gpt_oss", "granitemoehybrid"}))
+def test_untiered_layers_go_back_or_start_again(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    with TieredKV(model, small_config(model, tmp_path, gpu_slots=12)) as tiered:
+        chat = tiered.session("x")
+        out, _ = ask(tiered, chat, tokens(120))
+        _, computed = ask(tiered, chat, torch.cat([out.sequences, tokens(10, 1)], dim=1))
+        assert computed == 1 + 10 + 19
+        ask(tiered, chat, edited(out.sequences, 100))
+        ask(tiered, chat, tokens(10))
+        ask(tiered, chat, tokens(5))
+
+
+def test_changed_weights_start_the_session_again(tmp_path: Path) -> None:
+    model = tiny_from(LlamaConfig, **FAMILIES["llama"][1])
+    with TieredKV(model, small_config(model, tmp_path)) as tiered:
+        chat = tiered.session("x")
+        out, _ = ask(tiered, chat, tokens(100))
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        _, computed = ask(tiered, chat, out.sequences)
+        assert computed == out.sequences.shape[1] + 19
+
+
+def test_a_failed_turn_keeps_what_was_computed_before(tiered: TieredKV) -> None:
+    chat = tiered.session("x")
+    out, _ = ask(tiered, chat, tokens(100))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no more")
+
+    longer = torch.cat([out.sequences, tokens(40, 1)], dim=1)
+    for how in ({}, {"num_beams": 3}):
+        handle = tiered.model.model.layers[1].register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="no more"):
+            chat.generate(longer, **GREEDY, **how)
+        handle.remove()
+        assert chat.cache.batch_size == 1 and chat.token_ids == out.sequences[0, :-1].tolist()
+        tiered.check_integrity()
+    ask(tiered, chat, longer)
+
+
+def test_what_a_session_refuses(tiered: TieredKV) -> None:
+    chat = tiered.session("x")
+    out, _ = ask(tiered, chat, tokens(60))
+    held = chat.token_ids
+    for ids, kwargs, message in (
+        (tokens(60).repeat(2, 1), {}, r"\(2, 60\).*\[1, tokens\]"),
+        (tokens(60)[0], {}, r"\(60,\).*\[1, tokens\]"),
+        ([1, 2, 3], {}, r"list.*\[1, tokens\]"),
+        (tokens(0), {}, "empty"),
+        (tokens(60), {"attention_mask": torch.zeros(1, 60)}, "padding"),
+        (tokens(60), {"attention_mask": torch.ones(1, 61)}, "padding"),
+        (tokens(60), {"cache": tiered.new_cache()}, "own cache"),
+        (tokens(60), {"inputs_embeds": torch.zeros(1, 60, 96)}, "ids only|input_ids only"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            chat.generate(ids, **kwargs)
+    for name in ("", "a\nb", "\x00", 7, None):
+        with pytest.raises(UnsupportedError, match="printable"):
+            tiered.session(name)
+        with pytest.raises(UnsupportedError, match="printable"):
+            chat.fork(name)
+    assert chat.token_ids == held
+    ask(tiered, tiered.session("x / ../ü"), out.sequences)
+
+
+def test_two_threads_on_one_session_answer_or_are_refused(tiered: TieredKV) -> None:
+    ids = [tokens(60), torch.cat([tokens(40), tokens(30, 1)], dim=1)]
+    expected = [plain(tiered.model, each) for each in ids]
+    wrong: list[object] = []
+    answered: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(4):
+            try:
+                out = tiered.session("shared").generate(ids[number], **GREEDY)
+                assert_same(out, expected[number], "blockwise")
+                answered.append(number)
+            except KVTierError:
+                pass
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and answered
+    tiered.check_integrity()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sessions_of_several_users_under_one_budget(mode: str, tmp_path: Path) -> None:
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path, mode)) as tiered:
+        transcripts = {f"user {number}": tokens(80 + 20 * number, number) for number in range(4)}
+        for turn in range(3):
+            for name, ids in transcripts.items():
+                out, _ = ask(tiered, tiered.session(name), ids)
+                transcripts[name] = torch.cat([out.sequences, tokens(25, turn)], dim=1)
+        assert mode_of(tiered) == mode
+        for name in transcripts:
+            tiered.session(name).delete()
+        assert occupied(tiered) == 0
