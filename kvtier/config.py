@@ -71,8 +71,8 @@ class _Strict(BaseModel):
 class _Watermarks(_Strict):
     high: _Frac = 0.95
     """Used fraction of the tier's slots above which blocks go to the next slower tier, between steps and in the
-    background. Lower it when steps wait for room (`stall_s` in `stats()` grows while new tokens come in). Without a
-    slower tier it does nothing."""
+    background. Lower it when steps have to wait until room is made for their new tokens. Without a slower tier it does
+    nothing."""
     low: _Frac = 0.85
     """Used fraction at which that stops. It is also the fraction up to which a running conversation's blocks are
     brought back into the tier and, for the cpu tier, finished blocks are copied down early. Must be below `high`; the
