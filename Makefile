@@ -5,11 +5,11 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-CODE := kvtier policies configs benchmarks tests
+CODE := kvtier policies configs benchmarks docs tests
 # pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
 PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
 
-.PHONY: help install demo test check fix mutants wheel-test test-cuda
+.PHONY: help install demo test check fix docs mutants wheel-test test-cuda
 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test        the tests (under 8 minutes on 2 cores)"
 	@echo "make check       lint, types, layers, then the tests: what CI runs"
 	@echo "make fix         mend formatting and what ruff can"
+	@echo "make docs        write docs/configuration.md anew from the config's models"
 	@echo "make mutants     seed bugs and see that the tests catch each"
 	@echo "make wheel-test  build the wheel and try it in a fresh environment"
 	@echo "make test-cuda   the tests that need a CUDA device"
@@ -54,6 +55,9 @@ fix: install
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+docs: install
+	$(BIN)/python docs/generate.py
+
 mutants: install
 	$(BIN)/python tests/mutants.py
 
@@ -68,7 +72,7 @@ wheel-test: install
 	"$$folder/venv/bin/python" -m pip install -c constraints.txt "$$folder"/kvtier-*.whl | { $(PIP_LINES) || true; }; \
 	cd "$$folder"; \
 	venv/bin/python -c "import kvtier.policies, kvtier.configs, kvtier.benchmarks"; \
-	venv/bin/python -c "from kvtier.config import load_config, preset_names; [load_config(name) for name in preset_names()]"; \
+	venv/bin/python -c "from kvtier.config import load_config; from kvtier.config_files import preset_names; [load_config(name) for name in preset_names()]"; \
 	venv/bin/kvtier soak --help > /dev/null; \
 	echo "the wheel works"
 

@@ -1,18 +1,14 @@
-"""The configuration: strict, frozen models, presets, and errors that name the key's path, the value and the mend.
+"""The configuration: strict, frozen models, and errors that name the key's path, the value and the mend.
 
-Pure Python. Nothing is allocated here; a given nvme path is tried with an empty file that is removed at once.
+Pure Python. Nothing is allocated here. The keys' docstrings are docs/configuration.md: after a change, `make docs`.
 """
 
 from __future__ import annotations
 
-import importlib.resources
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,7 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from kvtier.config_errors import check_shape, closest, explain_all
+from kvtier.config_errors import check_shape, explain_all
+from kvtier.config_files import check_nvme_path, parse_yaml, read_source
 from kvtier.errors import ConfigError
 from kvtier.size import Size, SizeUnit
 from kvtier.types import AttentionMode, Tier
@@ -58,21 +55,28 @@ def _folder(value: object) -> Path:
 
 
 _Budget = Annotated[Size, PlainValidator(Size.parse), PlainSerializer(str)]
-_PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*(:[A-Za-z_]\w*)?$", description="a name or module:Class")]
-_Frac = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, description="a fraction above 0, at most 1")]
+_PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*(:[A-Za-z_]\w*)?$", title="a name or module:Class")]
+_Frac = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, title="a fraction above 0, at most 1")]
 _SIZE_HELP = "a size such as 512MiB, 8GiB, 20GB, a whole number of bytes, or "
 
 
 class _Strict(BaseModel):
-    # strict: "256" and 256.0 are not 256. Field descriptions end error messages as the mend: "give <description>".
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+    # strict: "256" and 256.0 are not 256. A key's title ends error messages as the mend: "give <title>". Its docstring
+    # becomes its description, which only docs/generate.py reads.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
 
 class _Watermarks(_Strict):
     high: _Frac = 0.95
-    """Used fraction of the tier above which demotion starts."""
+    """Used fraction of the tier's slots above which blocks go to the next slower tier, between steps and in the
+    background. Lower it when steps have to wait until room is made for their new tokens. Without a slower tier it does
+    nothing."""
     low: _Frac = 0.85
-    """Used fraction at which it stops."""
+    """Used fraction at which that stops. It is also the fraction up to which a running conversation's blocks are
+    brought back into the tier and, for the cpu tier, finished blocks are copied down early. Must be below `high`; the
+    further below, the more moves at a time."""
 
     @model_validator(mode="after")
     def _ordered(self) -> _Watermarks:
@@ -85,35 +89,61 @@ class GpuTierConfig(_Watermarks):
     """The gpu tier. A percentage is of the device memory that is free once the model is loaded."""
 
     budget: Annotated[_Budget, AfterValidator(_more_than_nothing)] = Field(
-        description=_SIZE_HELP + "30% of the free device memory"
+        title=_SIZE_HELP + "30% of the free device memory"
     )
+    """Device memory for KV; ordinary memory where the model is not on a CUDA device. Blocks come out of it, and the
+    ring that slower tiers are streamed through, attention's scratch and, in gathered mode, the assembled layer.
+    Weights, activations and logits do not. A percentage is of the device memory that is free when the model is
+    wrapped; without CUDA, of the memory that the process may use and does not use yet. Must be more than 0; less than
+    two blocks, the smallest ring and the scratch of one token is refused with that sum when the model is wrapped."""
 
 
 class CpuTierConfig(_Watermarks):
     """The cpu tier. A percentage is of what the process may use (the cgroup limit), not of the host's RAM."""
 
-    budget: _Budget = Field(description=_SIZE_HELP + "30% of the memory that the process may use")
+    budget: _Budget = Field(title=_SIZE_HELP + "30% of the memory that the process may use")
+    """Host memory for KV, page-locked where the model is on a CUDA device: all of it is then taken at once. A
+    percentage is of the memory that the process may use (its cgroup limit, else the RAM), whether free or not. 0
+    means no cpu tier; less than one block is refused when the model is wrapped; more than the process may use, a gpu
+    tier in ordinary memory included, is one warning."""
 
 
 class NvmeTierConfig(_Strict):
     """The nvme tier. A percentage is of the disk space that is free where the folder lies."""
 
-    budget: _Budget = Field(description=_SIZE_HELP + "30% of the free disk space")
+    budget: _Budget = Field(title=_SIZE_HELP + "30% of the free disk space")
+    """The most that the folder may take on disk, as `du` counts. Space is taken in files of at most 1 GiB when it is
+    first needed, and kept until close. A percentage is of the disk space that is free when the model is wrapped. 5 %
+    of the disk always stays free: a budget that does not fit beside them is one warning and a lower ceiling. 0 means
+    no nvme tier; less than one block and about 64 KiB is refused when the model is wrapped. Where files are memory
+    (tmpfs), the tier gets at most half of the cpu budget, and that is taken off the cpu tier."""
     path: Annotated[Path, BeforeValidator(_folder)] | None = Field(
-        default=None, description="the path of a folder, or leave it out for a temporary one"
+        default=None, title="the path of a folder, or leave it out for a temporary one"
     )
-    """A folder whose files persist. None: a temporary folder, removed on close."""
-    io: Annotated[Literal["auto", "mmap"], _later("direct")] = Field(default="auto", description="auto or mmap")
-    compression: Annotated[Literal["none"], _later("zstd")] = Field(default="none", description="none")
-    survives: Annotated[Literal["kill"], _later("power_loss")] = Field(default="kill", description="kill")
+    """Where the files lie: in a folder `kv` in this one, made with mode 0700 and owned by one process at a time. `~`
+    is expanded; a relative path starts at the current folder. The files stay after close, as space and never as
+    contents that a later process could read. Left out: a temporary folder in `~/.cache/kvtier/runs` (or below
+    `$XDG_CACHE_HOME`), removed on close. Give a path to choose the disk; the fastest local one is right, a network
+    folder is one warning."""
+    io: Annotated[Literal["auto", "mmap"], _later("direct")] = Field(default="auto", title="auto or mmap")
+    """How files are read. `mmap` is through the page cache; `auto` is the same in this version. `direct` comes later
+    and is refused."""
+    compression: Annotated[Literal["none"], _later("zstd")] = Field(default="none", title="none")
+    """`none` keeps blocks as they are. `zstd` comes later and is refused."""
+    survives: Annotated[Literal["kill"], _later("power_loss")] = Field(default="kill", title="kill")
+    """After what the files are still whole: the death of the process. Nothing is flushed to the medium for it, and no
+    version reads them after a restart yet. `power_loss` comes later and is refused."""
 
 
 class TiersConfig(_Strict):
     """The tiers. An absent tier, or one of budget 0, has no slots."""
 
-    gpu: GpuTierConfig = Field(description="a mapping such as {budget: 1GiB}")
-    cpu: CpuTierConfig | None = Field(default=None, description="a mapping such as {budget: 4GiB}")
-    nvme: NvmeTierConfig | None = Field(default=None, description="a mapping such as {budget: 64GiB}")
+    gpu: GpuTierConfig = Field(title="a mapping such as {budget: 1GiB}")
+    """Where steps compute: every new token is written here. The one tier that must be there if `tiers` is given."""
+    cpu: CpuTierConfig | None = Field(default=None, title="a mapping such as {budget: 4GiB}")
+    """Host memory: what the gpu tier gives up. Left out: no such tier."""
+    nvme: NvmeTierConfig | None = Field(default=None, title="a mapping such as {budget: 64GiB}")
+    """Files: what the faster tiers give up. Left out: no such tier."""
 
     def budget(self, tier: Tier) -> Size:
         """The tier's budget; 0 bytes for an absent tier."""
@@ -125,8 +155,12 @@ class EvictionConfig(_Strict):
     """The eviction policy of each tier: a name of the entry point group `kvtier.policies`, or `module:Class`."""
 
     gpu: _PolicyName = "lru"
+    """The gpu tier's policy."""
     cpu: _PolicyName = "lru"
+    """The cpu tier's policy. It matters only where there is an nvme tier: the last tier drops nothing."""
     nvme: _PolicyName = "lru"
+    """The nvme tier's policy. Loaded and checked, but without effect yet: the last tier drops nothing but copies of
+    blocks that a faster tier has too."""
 
     def policy(self, tier: Tier) -> str:
         """The name of the tier's policy."""
@@ -137,7 +171,11 @@ class PrefetchConfig(_Strict):
     """Which policy says what to fetch early, and how many layers ahead it may look."""
 
     policy: _PolicyName = "next_layers"
-    depth: int = Field(default=2, ge=0, le=64, description="a number of layers from 0 to 64")
+    """Which layers may be read ahead of attention."""
+    depth: int = Field(default=2, ge=0, le=64, title="a number of layers from 0 to 64")
+    """Layers ahead. More hides slower disks, as far as the ring has room (about a sixteenth of the gpu budget, at
+    most 256 MiB); 0 reads each layer when it runs. Left out, the policy's own default is used. `no_prefetch` takes
+    only 0."""
 
 
 def _default_tiers() -> TiersConfig:
@@ -157,17 +195,37 @@ class KVTierConfig(_Strict):
     """
 
     block_tokens: int = Field(
-        default=256, ge=16, le=4096, multiple_of=16, description="tokens per block, a multiple of 16 from 16 to 4096"
+        default=256, ge=16, le=4096, multiple_of=16, title="tokens per block, a multiple of 16 from 16 to 4096"
     )
-    prefill_chunk: int = Field(default=512, ge=1, description="new tokens per step, at least 1")
-    attention: AttentionMode = Field(default=AttentionMode.BLOCKWISE, strict=False, description="blockwise or gathered")
-    tiers: TiersConfig = Field(default_factory=_default_tiers, description="a mapping with at least gpu: {budget: …}")
-    eviction: EvictionConfig = Field(default=EvictionConfig(), description="a mapping such as {gpu: lru, cpu: lru}")
-    prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="a mapping such as {policy: next_layers}")
-    io_threads: int = Field(default=4, ge=1, le=64, description="a number of threads from 1 to 64")
+    """Tokens in a block, the unit that is kept, moved and given up. `block_bytes` in `stats()` is its size: 2 ×
+    layers × KV heads × head dimension × bytes of the dtype × `block_tokens`. Larger blocks mean fewer, longer reads;
+    smaller ones waste less (each conversation's last block takes a whole one) and fit smaller budgets."""
+    prefill_chunk: int = Field(default=512, ge=1, title="new tokens per step, at least 1")
+    """The most new tokens in one step; a longer prompt is cut. More means fewer steps and more memory for activations,
+    which no budget counts. A step needs gpu slots for all of its new tokens. What the gpu budget has no scratch for
+    is cut shorter (`max_chunk` in `stats()`); in gathered mode, whose bits depend on the chunk, it is a
+    `BudgetError`."""
+    attention: AttentionMode = Field(default=AttentionMode.BLOCKWISE, strict=False, title="blockwise or gathered")
+    """`blockwise` attends to blocks where they lie and merges the parts: every logit within 1e-4 of the plain cache
+    in fp32, at any length. `gathered` assembles one layer at a time and calls the model's own attention:
+    bit-identical to `model.generate(prefill_chunk_size=...)` with sdpa and the same chunk. It takes half of the gpu
+    budget for that layer, and a context too long for it is a `BudgetError`."""
+    tiers: TiersConfig = Field(default_factory=_default_tiers, title="a mapping with at least gpu: {budget: …}")
+    """What each tier may take. Left out altogether: gpu 60 %, cpu 25 %, nvme 10 %. Given: a tier that is not named is
+    absent."""
+    eviction: EvictionConfig = Field(default=EvictionConfig(), title="a mapping such as {gpu: lru, cpu: lru}")
+    """Which blocks a tier gives up first. Blocks of idle conversations go before those of running ones, whatever the
+    policy says, and only between steps."""
+    prefetch: PrefetchConfig = Field(default=PrefetchConfig(), title="a mapping such as {policy: next_layers}")
+    """What is read early from slower tiers while a layer computes."""
+    io_threads: int = Field(default=4, ge=1, le=64, title="a number of threads from 1 to 64")
+    """Threads that move whole blocks, and as many more that stream slices to attention. Raise it for disks that are
+    fast only with many requests at a time."""
     io_timeout_s: float = Field(
-        default=60.0, gt=0, le=86400, allow_inf_nan=False, description="seconds, more than 0 and at most 86400"
+        default=60.0, gt=0, le=86400, allow_inf_nan=False, title="seconds, more than 0 and at most 86400"
     )
+    """Seconds that a step waits for a transfer to end before it raises `TransferTimeoutError`, and that `close()`
+    waits for those that hang. Raise it for slow or shared disks."""
 
     def __init__(self, **values: Any) -> None:
         check_shape(values)
@@ -175,12 +233,6 @@ class KVTierConfig(_Strict):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(explain_all(error.errors(), KVTierConfig)) from None
-
-
-def preset_names() -> list[str]:
-    """The presets that `load_config` takes by name, sorted."""
-    files = importlib.resources.files("kvtier.configs").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
 def load_config(source: str | Path | Mapping[str, Any] | KVTierConfig | None) -> KVTierConfig:
@@ -202,90 +254,13 @@ def load_config(source: str | Path | Mapping[str, Any] | KVTierConfig | None) ->
     elif isinstance(source, Mapping):
         config = _build(source, "config")
     elif isinstance(source, str | Path):
-        where, text = _read(source)
-        config = _build(_parse_yaml(text, where), where)
+        where, text = read_source(source)
+        config = _build(parse_yaml(text, where), where)
     else:
         raise ConfigError(f"config: {source!r} is not one. Mend: give a preset's name, a path, a mapping or None")
     if config.tiers.nvme is not None and config.tiers.nvme.path is not None:
         check_nvme_path(config.tiers.nvme.path)
     return config
-
-
-def check_nvme_path(path: Path) -> None:
-    """Try whether files can be made in the folder `path`; leaves nothing behind and does not create the folder.
-
-    Permission bits say nothing for root, nor on a read-only mount, so this makes and removes an empty file.
-
-    Raises:
-        ConfigError: the path is (or leads through) a file, or nothing can be written there.
-    """
-    existing = path
-    try:
-        while not existing.exists() and existing != existing.parent:
-            existing = existing.parent
-    except OSError as error:  # a name that is too long, say
-        raise ConfigError(
-            f"tiers.nvme.path: {path} cannot be used ({error.strerror}). Mend: give a shorter one"
-        ) from None
-    if not existing.is_dir():
-        raise ConfigError(f"tiers.nvme.path: {path}: {existing} is not a folder. Mend: give a folder's path")
-    try:
-        with tempfile.NamedTemporaryFile(dir=existing, prefix=".kvtier-probe-"):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"tiers.nvme.path: {path} cannot be written ({error.strerror}). Mend: give a folder that can be written"
-        ) from None
-
-
-def _read(source: str | Path) -> tuple[str, str]:
-    """The source's name for messages, and its text. A preset's name wins over a file of that name."""
-    if isinstance(source, str):
-        presets = preset_names()
-        if source in presets:
-            file = importlib.resources.files("kvtier.configs") / f"{source}.yaml"
-            return f"preset {source}", file.read_text(encoding="utf-8")
-        if os.sep not in source and not source.endswith((".yaml", ".yml")) and not Path(source).is_file():
-            hint = closest(source, presets)
-            raise ConfigError(f"config: no preset is named {source!r}{hint}. Presets: {', '.join(presets)}")
-    try:
-        return str(source), Path(source).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, RuntimeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"config: {source} cannot be read ({reason}). "
-            f"Mend: give a YAML file or one of the presets {', '.join(preset_names())}"
-        ) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice. Mend: remove one", key.start_mark
-                )
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def _parse_yaml(text: str, where: str) -> Mapping[str, Any]:
-    try:
-        # A SafeLoader: it builds plain values only.
-        document = yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        place = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{where}{place}: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{where}: is not YAML: {error}") from None
-    if not isinstance(document, Mapping):
-        raise ConfigError(
-            f"{where}: must be a mapping such as `tiers: {{gpu: {{budget: 1GiB}}}}`, got {document!r:.80}"
-        )
-    return document
 
 
 def _build(values: Mapping[Any, Any], where: str) -> KVTierConfig:

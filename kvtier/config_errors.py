@@ -43,7 +43,7 @@ def _explain(detail: ErrorDetails, root: type[BaseModel]) -> str:
     path = ".".join(map(str, loc)) or "config"
     if kind == "extra_forbidden":
         return f"{path}: unknown key{closest(str(loc[-1]), _keys(loc[:-1], root))}. {_known_keys(loc[:-1], root)}"
-    mend = f"Mend: give {_description(loc, root)}" if loc else ""
+    mend = f"Mend: give {_title(loc, root)}" if loc else ""
     if kind == "missing":
         return f"{path}: is missing. {mend}"
     problem = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
@@ -74,8 +74,8 @@ def _known_keys(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:
     return f"Known keys here: {', '.join(_keys(loc, root))}"
 
 
-def _description(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:
-    return _model_at(loc[:-1], root).model_fields[str(loc[-1])].description or "a value as in the presets"
+def _title(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:
+    return _model_at(loc[:-1], root).model_fields[str(loc[-1])].title or "a value as in the presets"
 
 
 def closest(word: str, words: Iterable[str]) -> str:

@@ -13,6 +13,11 @@ _UNIT_BYTES = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+|%)?", re.ASCII)
 
 
+def unit_names() -> list[str]:
+    """The units of bytes that `Size.parse` knows."""
+    return list(_UNIT_BYTES)
+
+
 class SizeUnit(enum.Enum):
     """What a size counts: bytes, or a percentage of a total that is known only at run time."""
 

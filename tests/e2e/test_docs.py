@@ -1,14 +1,18 @@
-"""docs/stats.md names exactly the fields that `stats()` has."""
+"""docs/stats.md names exactly the fields that `stats()` has; every page is in the index, and links lead somewhere."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from kvtier import TieredKV
 from tests.e2e.families import tiny
 
-TEXT = (Path(__file__).parents[2] / "docs" / "stats.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "stats.md").read_text(encoding="utf-8")
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 
 
 def test_stats_are_documented_field_by_field() -> None:
@@ -21,3 +25,25 @@ def test_stats_are_documented_field_by_field() -> None:
         wanted |= set(tier)
     assert wanted <= words, wanted - words
     assert all(re.fullmatch(r"(gpu|cpu|nvme)_to_(gpu|cpu|nvme)", edge) for edge in stats["bytes_moved"])
+
+
+def test_the_index_has_every_page_and_readme_has_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text(encoding="utf-8")):
+        target, _, anchor = link.partition("#")
+        other = page.parent / target if target else page
+        assert other.exists(), link
+        assert not anchor or anchor in anchors(other), link

@@ -12,7 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from kvtier import TieredKV, cli
-from kvtier.config import load_config, preset_names
+from kvtier.config import load_config
+from kvtier.config_files import preset_names
 from tests.e2e.families import tiny
 
 ROOT = Path(__file__).parents[2]

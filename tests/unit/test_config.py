@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvtier.config import KVTierConfig, check_nvme_path, load_config, preset_names
+from kvtier.config import KVTierConfig, load_config
+from kvtier.config_files import check_nvme_path, preset_names
 from kvtier.errors import ConfigError
 from kvtier.size import Size, SizeUnit
 from kvtier.types import AttentionMode, Tier
