@@ -16,7 +16,7 @@ from tests.e2e.families import FAMILIES, WINDOW, plain_turns, tiny, tiny_from, t
 from tests.e2e.refused import REFUSED, refused_model
 
 WINDOWED = ("gemma2", "gemma3", "gpt_oss")
-HYBRID = ("granitemoehybrid", "qwen3_next")
+HYBRID = ("granitemoehybrid",)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
