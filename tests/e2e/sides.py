@@ -33,6 +33,9 @@ class Call:
     ids: torch.Tensor | None = None
     """What generate returned."""
     beams: bool = False
+    held: torch.Tensor | None = None
+    """`[rows, tokens]`: what the rows of the cache hold after a beam search. Its last reordering, once every beam has
+    reached the length, is of candidates whose scores have become equal: not the beams that it returns, nor in order."""
     fresh: bool = False
     """It depends on no call before it."""
 
@@ -109,12 +112,17 @@ class Side:
         processors = [recorder, *kwargs.pop("logits_processor", [])]
         if theirs is not None and theirs.ids is not None and not beams:
             processors.append(Follow(theirs.ids))
+        orders: list[torch.Tensor] = []
+        reorder = cache.reorder_cache
+        cache.reorder_cache = lambda order: (orders.append(order), reorder(order))[1]
         out = self._run.generate(
             ids, cache=cache, logits_processor=LogitsProcessorList(processors), return_dict_in_generate=True,
             output_logits=True, **kwargs,
         )  # fmt: skip
-        call = Call(recorder.steps, out.sequences, beams, fresh)
+        del cache.reorder_cache
+        call = Call(recorder.steps, out.sequences, beams, fresh=fresh)
         if beams:  # beam search shows processors log-probabilities: it hands the logits out beside them
+            call.held = call.steps[-1].history[orders[-1]]
             assert len(out.logits) == len(call.steps)
             for step, logits in zip(call.steps, out.logits, strict=True):
                 step.logits = logits.float()
@@ -272,9 +280,17 @@ def tolerance_of(family: str, dtype: torch.dtype) -> float:
     """1e-4, or in 16 bits twice what the plain model's logits change with the size of its chunks."""
     if dtype == torch.float32:
         return FP32_TOLERANCE
-    model, ids = tiny(family, dtype), tokens(380)
-    runs = [plain_forward(model, ids, chunk=chunk).float() for chunk in (CHUNK, 7, 1, ids.shape[1])]
-    return 2 * max((a - b).abs().max().item() for a in runs for b in runs)
+    return 2 * max(_chunking(tiny(family, dtype), tokens(380, seed)) for seed in range(3))
+
+
+def _chunking(model: Any, ids: torch.Tensor) -> float:
+    runs = [plain_forward(model, ids, chunk=chunk).float() for chunk in (CHUNK, 7, ids.shape[1])]
+    if all(torch.equal(runs[0], run) for run in runs):
+        # Eager attention gives some models the same bits in every chunk but one of one token.
+        cache = DynamicCache(config=model.config)
+        pieces = ((ids[:, :-40], CHUNK), (ids[:, -40:], 1))
+        runs.append(torch.cat([plain_forward(model, piece, cache, chunk).float() for piece, chunk in pieces], dim=1))
+    return max((a - b).abs().max().item() for a in runs for b in runs)
 
 
 def other_rows(count: int, length: int, seed: int) -> torch.Tensor:
