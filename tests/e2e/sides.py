@@ -14,6 +14,9 @@ from transformers import DynamicCache, LlamaConfig, LogitsProcessor, LogitsProce
 from tests.e2e.families import CHUNK, VOCABULARY, plain_forward, tiny, tiny_from, tokens
 
 FP32_TOLERANCE = 1e-4
+# Two chunk sizes of the plain model share most of their roundings, kvtier's and the plain model's do not (sdpa and eager
+# attention of the plain model differ by four to eight times as much): see test_exact.test_bfloat16.
+BF16_FACTOR = 3
 
 
 @dataclass
@@ -277,10 +280,10 @@ def assistant(family: str, dtype: torch.dtype, good: bool) -> Any:
 
 @functools.cache
 def tolerance_of(family: str, dtype: torch.dtype) -> float:
-    """1e-4, or in 16 bits twice what the plain model's logits change with the size of its chunks."""
+    """1e-4, or in 16 bits so many times what the plain model's logits change with the size of its chunks."""
     if dtype == torch.float32:
         return FP32_TOLERANCE
-    return 2 * max(_chunking(tiny(family, dtype), tokens(380, seed)) for seed in range(3))
+    return BF16_FACTOR * max(_chunking(tiny(family, dtype), tokens(380, seed)) for seed in range(3))
 
 
 def _chunking(model: Any, ids: torch.Tensor) -> float:
