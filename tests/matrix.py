@@ -160,7 +160,8 @@ def main() -> int:
     header = HEADER.format(
         date=datetime.datetime.now(tz=datetime.UTC).date(), kvtier=kvtier.__version__,
         transformers=transformers.__version__, torch=torch.__version__, python=platform.python_version(),
-        fp32=FP32_TOLERANCE, bf16=BF16_FACTOR, machine=f"{platform.system()} {platform.machine()}", cells=len(found), seconds=time.monotonic() - start,
+        fp32=FP32_TOLERANCE, bf16=BF16_FACTOR,
+        machine=f"{platform.system()} {platform.machine()}", cells=len(found), seconds=time.monotonic() - start,
         counts=", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())),
     )  # fmt: skip
     chosen.output.write_text(header + table(found, chosen.families, chosen.modes))

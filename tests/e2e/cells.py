@@ -37,7 +37,7 @@ PLAIN_REFUSALS: dict[tuple[str, str], str] = {
     ("cropped", "granitemoehybrid"): "is_croppable is False",
     ("crop_and_answer_again", "granitemoehybrid"): "is_croppable is False",
 }
-AFTER_NEAR_TIES = 6
+AFTER_NEAR_TIES = 12
 """Steps that are compared at least where beams went apart at near ties."""
 
 
