@@ -9,7 +9,7 @@ CODE := kvtier policies configs benchmarks docs tests
 # pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
 PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
 
-.PHONY: help install demo test check fix docs mutants wheel-test test-cuda
+.PHONY: help install demo test check fix docs matrix mutants wheel-test test-cuda
 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
@@ -18,6 +18,7 @@ help:
 	@echo "make check       lint, types, layers, then the tests: what CI runs"
 	@echo "make fix         mend formatting and what ruff can"
 	@echo "make docs        write docs/configuration.md anew from the config's models"
+	@echo "make matrix      every mode x family x attention x dtype against plain transformers, into docs/matrix.md"
 	@echo "make mutants     seed bugs and see that the tests catch each"
 	@echo "make wheel-test  build the wheel and try it in a fresh environment"
 	@echo "make test-cuda   the tests that need a CUDA device"
@@ -57,6 +58,9 @@ fix: install
 
 docs: install
 	$(BIN)/python docs/generate.py
+
+matrix: install
+	$(BIN)/python tests/matrix.py
 
 mutants: install
 	$(BIN)/python tests/mutants.py

@@ -11,13 +11,25 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
     Phi3Config,
+    PhiConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from kvtier import TieredKV
@@ -41,7 +53,10 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# Odd head dimensions and, where the family has them, grouped heads.
+WINDOW = 24
+# A token asks all experts: a near tie between two of them would be a jump in 16 bits, which says nothing of a cache.
+_EXPERTS = dict(num_experts_per_tok=4, num_local_experts=4)
+# Odd head dimensions and, where the family has them, grouped heads. Windows are far smaller than the prompts.
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3)),
     "qwen2": (Qwen2Config, dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)),
@@ -49,19 +64,74 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         Qwen3Config,
         dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=3, head_dim=24),
     ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, head_dim=24)
+        | dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=48),
+    ),
     "mistral": (
         MistralConfig,
         dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, sliding_window=None),
     ),
+    "mixtral": (
+        MixtralConfig,
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, sliding_window=None)
+        | _EXPERTS,
+    ),
     "phi3": (Phi3Config, dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)),
     "gpt_neox": (GPTNeoXConfig, dict(hidden_size=96, num_attention_heads=4, num_hidden_layers=3)),
+    "olmo2": (Olmo2Config, dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)),
+    "granite": (
+        GraniteConfig,
+        dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+        | dict(attention_multiplier=0.15, residual_multiplier=0.6, embedding_multiplier=3.0),
+    ),
+    "gemma2": (
+        Gemma2Config,
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, head_dim=24)
+        | dict(sliding_window=WINDOW, query_pre_attn_scalar=20, attn_logit_softcapping=5.0, tie_word_embeddings=False),
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, head_dim=24)
+        | dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2)
+        | dict(tie_word_embeddings=False),
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, head_dim=24)
+        | dict(sliding_window=WINDOW, **_EXPERTS)
+        | dict(rope_parameters=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=1024)),
+    ),
+    "smollm3": (
+        SmolLM3Config,
+        dict(
+            hidden_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, no_rope_layer_interval=2
+        ),
+    ),
+    "gpt2": (GPT2Config, dict(n_embd=60, n_head=4, n_layer=3, n_positions=2048)),
+    "opt": (
+        OPTConfig,
+        dict(hidden_size=60, num_attention_heads=4, num_hidden_layers=3, ffn_dim=128)
+        | dict(word_embed_proj_dim=60, init_std=0.2),
+    ),
+    "phi": (PhiConfig, dict(hidden_size=96, num_attention_heads=4, num_hidden_layers=3, initializer_range=0.25)),
+    "granitemoehybrid": (
+        GraniteMoeHybridConfig,
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, num_local_experts=0)
+        | dict(layer_types=["linear_attention", "full_attention"] * 2, shared_intermediate_size=96)
+        | dict(mamba_n_heads=4, mamba_d_state=16, mamba_d_head=32, mamba_chunk_size=16),
+    ),
 }
+ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}
+"""Attention that a family's plain model needs where it is not sdpa, which knows neither soft-capping nor sinks."""
 
 
 @functools.cache
-def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:
+def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
     """The family's model, the same object at every call: a test that wraps it must close the wrapper."""
-    return tiny_from(FAMILIES[family][0], dtype, attention, **FAMILIES[family][1])
+    config, values = FAMILIES[family]
+    return tiny_from(config, dtype, attention or ATTENTION.get(family, "sdpa"), **values)
 
 
 def tiny_from(
@@ -85,12 +155,19 @@ def small_config(
     folder: Path,
     mode: str = "blockwise",
     *,
-    gpu_slots: int = 5,
+    rows: int = 1,
+    gpu_slots: int | None = None,
     cpu_blocks: int = 4,
-    nvme: int | str = "4MiB",
+    nvme: int | str | None = None,
     **values: Any,
 ) -> dict[str, Any]:
-    """A config whose gpu tier has about `gpu_slots` slots and whose cpu tier has `cpu_blocks`; 0 leaves a tier out."""
+    """A config whose gpu tier has about `gpu_slots` slots and whose cpu tier has `cpu_blocks`; 0 leaves a tier out.
+
+    `rows` is how many a cache has at most: each more row brings slots for the blocks that a chunk fills, nvme and room
+    to gather. A prompt of 300 tokens exceeds gpu and cpu at every number of rows.
+    """
+    gpu_slots = 2 + 3 * rows if gpu_slots is None else gpu_slots
+    nvme = rows * 4 * 1024**2 if nvme is None else nvme
     config: dict[str, Any] = {"block_tokens": BLOCK, "prefill_chunk": CHUNK, "io_threads": 2, **values}
     config["attention"] = mode
     shape = describe(model, config["block_tokens"]).shape
@@ -104,7 +181,7 @@ def small_config(
             )  # fmt: skip
         except ValueError:
             continue
-        room = MAX_TOKENS * shape.token_bytes // shape.num_layers
+        room = rows * MAX_TOKENS * shape.token_bytes // shape.num_layers
         if split.num_slots >= gpu_slots and (mode == "blockwise" or split.gather_bytes >= room + 64):
             break
     tiers: dict[str, Any] = {"gpu": {"budget": gpu_bytes}}
@@ -135,6 +212,13 @@ def plain_turns(
         answers.append((ids, out))
         ids = torch.cat([out.sequences, tokens(40, seed + 100 * (turn + 1))], dim=1)
     return answers
+
+
+def plain_forward(model: Any, ids: torch.Tensor, cache: Any = None, chunk: int = CHUNK) -> torch.Tensor:
+    """Logits of all of `ids`, computed in chunks on a DynamicCache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        return torch.cat([model(piece, cache=cache).logits for piece in ids.split(chunk, dim=1)], dim=1)
 
 
 def assert_same(out: Any, expected: Any, mode: str, tolerance: float = 1e-4) -> None:

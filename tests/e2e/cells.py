@@ -1,0 +1,149 @@
+"""A cell of the matrix: a mode, a family, an attention mode, a dtype. And which of them `make test` runs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kvtier import TieredKV
+from kvtier.errors import UnsupportedError
+from kvtier.hf import VERIFIED_FAMILIES
+from tests.e2e import modes_rows
+from tests.e2e.families import FAMILIES, small_config, tiny
+from tests.e2e.modes import MODES_BY_NAME
+from tests.e2e.sides import Side, Verdict, compare, plain_side, tiered_side, tolerance_of
+
+assert modes_rows  # its import fills MODES_BY_NAME
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SERVED_FAMILIES = tuple(name for name, (config, _) in FAMILIES.items() if config.model_type in VERIFIED_FAMILIES)
+# What kvtier has so far. tuple(MODES_BY_NAME), once a cache holds several rows and drafts.
+SERVED_MODES = ("greedy", "sampling", "own_chunks", "new_tokens_only", "forward_by_hand", "every_extra")
+
+# What plain transformers cannot do, and how it says so: kvtier must refuse it by name.
+_STATEFUL = "assisted generation is not supported with stateful models"
+PLAIN_REFUSALS: dict[tuple[str, str], str] = {
+    ("prompt_lookup", "granitemoehybrid"): _STATEFUL,
+    ("assistant_often_right", "granitemoehybrid"): _STATEFUL,
+    ("assistant_rarely_right", "granitemoehybrid"): _STATEFUL,
+    ("beams_continued", "granitemoehybrid"): "has no attribute 'batch_select_indices'",
+    ("rows_come_and_go", "granitemoehybrid"): "has no attribute 'batch_repeat_interleave'",
+    ("cropped", "granitemoehybrid"): "is_croppable is False",
+    ("crop_and_answer_again", "granitemoehybrid"): "is_croppable is False",
+}
+AFTER_NEAR_TIES = 12
+"""Steps that are compared at least where beams went apart at near ties."""
+
+
+class Cell(NamedTuple):
+    """A place in the matrix, by names."""
+
+    mode: str
+    family: str
+    attention: str
+    dtype: str
+
+
+class Refused(NamedTuple):
+    """Plain transformers cannot do it either."""
+
+    text: str
+
+
+@functools.cache
+def reference(mode: str, family: str, dtype: str) -> Side | Refused:
+    """The plain run, the same for both attention modes."""
+    side = plain_side(tiny(family, DTYPES[dtype]))
+    expected = PLAIN_REFUSALS.get((mode, family))
+    try:
+        MODES_BY_NAME[mode].run(side, family)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        if expected is None or expected not in str(error):
+            raise
+        return Refused(f"{type(error).__name__}: {error}")
+    assert expected is None, f"plain transformers has learned {mode} of {family}"
+    return side
+
+
+def check(verdict: Verdict, mode: str) -> Verdict:
+    """Raise AssertionError if too little was compared to mean anything."""
+    least = AFTER_NEAR_TIES if verdict.near_ties else MODES_BY_NAME[mode].at_least
+    assert verdict.steps >= least, f"only {verdict.steps} steps were compared, fewer than {least}"
+    return verdict
+
+
+def run_cell(cell: Cell, folder: Path) -> Verdict | Refused:
+    """What kvtier did. Raises whatever shows that it did wrong."""
+    dtype, mode = DTYPES[cell.dtype], MODES_BY_NAME[cell.mode]
+    model, plain = tiny(cell.family, dtype), reference(cell.mode, cell.family, cell.dtype)
+    with TieredKV(model, small_config(model, folder, cell.attention, rows=mode.rows)) as tiered:
+        if isinstance(plain, Refused):
+            try:
+                mode.run(tiered_side(tiered), cell.family)
+            except UnsupportedError as error:
+                return Refused(str(error))
+            raise AssertionError(f"kvtier did what plain transformers cannot do: {plain.text}")
+        side = tiered_side(tiered, follow=None if dtype is torch.float32 else plain)
+        mode.run(side, cell.family)
+        tiered.check_integrity()
+        stats = tiered.stats()
+    assert stats["nvme_sole_reads"] > 0, "nothing was read that lay on NVMe alone"
+    return check(
+        compare(side, plain, tolerance_of(cell.family, dtype), near_ties=dtype is not torch.float32), cell.mode
+    )
+
+
+# -- a sample ----------------------------------------------------------------------------------------------------------
+
+
+def pairwise(factors: Mapping[str, Sequence[str]], partners: Mapping[tuple[str, str], int]) -> list[tuple[str, ...]]:
+    """Few combinations that hold every pair of values of two factors; always the same ones.
+
+    Args:
+        partners: pairs of factors, as they are ordered in `factors`, whose values only have to meet so many of the
+            other's each, or all of them if they are fewer.
+    """
+    names = list(factors)
+    cells = list(itertools.product(*factors.values()))
+    # Neighbours in the product share nearly all values, and a tie goes to the first: spread them, always the same way.
+    random.Random(0).shuffle(cells)
+    pairs = list(itertools.combinations(range(len(names)), 2))
+    met: set[tuple[int, str, int, str]] = set()
+    count: Counter[tuple[int, str, int]] = Counter()
+
+    def gain(cell: tuple[str, ...]) -> int:
+        total = 0
+        for i, j in pairs:
+            if (i, cell[i], j, cell[j]) in met:
+                continue
+            wanted = partners.get((names[i], names[j]))
+            if wanted is None:
+                total += 1
+            else:
+                total += count[i, cell[i], j] < min(wanted, len(factors[names[j]]))
+                total += count[j, cell[j], i] < min(wanted, len(factors[names[i]]))
+        return total
+
+    chosen = []
+    while True:
+        best = max(cells, key=gain)
+        if gain(best) == 0:
+            return chosen
+        chosen.append(best)
+        for i, j in pairs:
+            if (i, best[i], j, best[j]) not in met:
+                met.add((i, best[i], j, best[j]))
+                count[i, best[i], j] += 1
+                count[j, best[j], i] += 1
+
+
+def sample(modes: Sequence[str] = SERVED_MODES, families: Sequence[str] = SERVED_FAMILIES) -> list[Cell]:
+    """Each mode with three families and each family with three modes; every other pair of the four factors."""
+    factors = {"mode": modes, "family": families, "attention": ("blockwise", "gathered"), "dtype": tuple(DTYPES)}
+    return [Cell(*values) for values in pairwise(factors, {("mode", "family"): 3})]
