@@ -68,12 +68,11 @@ class GpuBudget:
 
 # Shares of the budget that fixed parts may take. A quarter for scratch keeps most of the tier for blocks; a sixteenth
 # for the ring is several layers ahead for models that need streaming at all; gathered needs a whole layer of the
-# longest context; windows are short.
+# longest context.
 SCRATCH_SHARE = 4
 RING_SHARE = 16
 RING_MAX_BYTES = 256 << 20
 GATHER_SHARE = 2
-UNTIERED_SHARE = 4
 MIN_SLOTS = 2  # a sealed or shared tail is copied from one slot into another
 PIECES_MAX = 8
 
@@ -89,7 +88,7 @@ def split_gpu_budget(
     streams: bool,
     wide: bool = False,
     writes_scores: bool = False,
-    untiered: bool = False,
+    untiered_frac: float = 0.0,
 ) -> GpuBudget:
     """Spend the gpu budget.
 
@@ -100,7 +99,7 @@ def split_gpu_budget(
         streams: whether there is a slower tier.
         wide: whether attention computes in fp32 on copies of 16-bit K and V.
         writes_scores: whether attention has no fused kernel (soft-capping).
-        untiered: whether some layers keep transformers' own cache.
+        untiered_frac: share for layers that keep transformers' own cache; 0.0 where there are none.
 
     Raises:
         BudgetError: below the minimum; the message prints the sum.
@@ -111,18 +110,23 @@ def split_gpu_budget(
     min_ring = 2 * shape.slice_bytes if streams else 0
     min_scratch = cost.scratch_bytes(1, 1)
     minimum = MIN_SLOTS * slot_bytes + min_ring + min_scratch
-    untiered_bytes = budget_bytes // UNTIERED_SHARE if untiered else 0
+    untiered_bytes = int(budget_bytes * untiered_frac)
     rest = budget_bytes - untiered_bytes
     share = -(-rest // GATHER_SHARE) if gathered else 0
     if rest - share < minimum:
         least = minimum * GATHER_SHARE if gathered else minimum
-        if untiered:  # the smallest of which a quarter, rounded down, leaves this much
-            least = UNTIERED_SHARE * (least - 1) // (UNTIERED_SHARE - 1) + 1
+        if untiered_frac:
+            wanted, least = least, int(least / (1 - untiered_frac))
+            while least - int(least * untiered_frac) < wanted:
+                least += 1
+            while least - 1 - int((least - 1) * untiered_frac) >= wanted:
+                least -= 1
         raise BudgetError(
             f"tiers.gpu.budget is {budget_bytes} bytes, its minimum is {least}: {MIN_SLOTS} blocks "
             f"of {slot_bytes} + a ring of {min_ring} + scratch of {min_scratch} for one token"
             f"{', and as much again for the layer that attention: gathered assembles' if gathered else ''}"
-            f"{', and a third more for layers that are not tiered' if untiered else ''}. Raise it or lower block_tokens"
+            f"{', and untiered_frac for layers that are not tiered' if untiered_frac else ''}. Raise it or lower "
+            "block_tokens"
         )
     left = rest - share
     room = left - MIN_SLOTS * slot_bytes - min_ring

@@ -156,7 +156,7 @@ class Runtime:
             streams=any(tiers.budget(tier).amount for tier in (Tier.CPU, Tier.NVME)),
             wide=self.group.is_wide,
             writes_scores=self.group.writes_scores,
-            untiered=self.group.num_untiered > 0,
+            untiered_frac=tiers.gpu.untiered_frac if self.group.num_untiered else 0.0,
         )
 
     def _build_lower(self, device: torch.device) -> None:
@@ -225,8 +225,8 @@ class Runtime:
         if self.group.num_untiered and (held := self.untiered_bytes()) > room:
             raise BudgetError(
                 f"the {self.group.num_untiered} layers that are not tiered (windows, linear attention) would hold "
-                f"{held} bytes in {len(self.untiered)} caches, and tiers.gpu.budget leaves them {room}: raise it, drop "
-                "caches, or use fewer rows"
+                f"{held} bytes in {len(self.untiered)} caches, and tiers.gpu.budget leaves them {room}: raise it or "
+                "tiers.gpu.untiered_frac, drop caches, or use fewer rows"
             )
 
     # -- what users see -----------------------------------------------------------------------------------------------

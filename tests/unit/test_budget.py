@@ -28,23 +28,23 @@ SMOLLM2 = BlockShape(num_layers=30, kv_heads=3, block_tokens=64, key_dim=64, val
     streams=st.booleans(),
     wide=st.booleans(),
     writes_scores=st.booleans(),
-    untiered=st.booleans(),
+    untiered=st.sampled_from([0.0, 0.25, 0.6]),
 )
 def test_the_parts_never_exceed_the_budget(
     budget_bytes: int, layers: int, kv_heads: int, groups: int, block_tokens: int, dim: int, chunk: int,
-    mode: AttentionMode, streams: bool, wide: bool, writes_scores: bool, untiered: bool,
+    mode: AttentionMode, streams: bool, wide: bool, writes_scores: bool, untiered: float,
 ) -> None:  # fmt: skip
     shape = BlockShape(layers, kv_heads, block_tokens, dim, dim, 2)
     try:
         split = split_gpu_budget(
             budget_bytes, shape, slot_bytes=shape.block_bytes, heads=kv_heads * groups, prefill_chunk=chunk,
-            mode=mode, streams=streams, wide=wide, writes_scores=writes_scores, untiered=untiered,
+            mode=mode, streams=streams, wide=wide, writes_scores=writes_scores, untiered_frac=untiered,
         )  # fmt: skip
     except BudgetError:
         return
     assert split.num_slots >= MIN_SLOTS
     assert split.num_slots * split.slot_bytes + split.fixed_bytes + split.untiered_bytes <= budget_bytes
-    assert split.untiered_bytes == (budget_bytes // 4 if untiered else 0)
+    assert split.untiered_bytes == int(budget_bytes * untiered)
     if mode is AttentionMode.BLOCKWISE:
         assert split.cost.scratch_bytes(split.max_chunk, split.num_pieces) <= split.scratch_bytes
     assert 1 <= split.max_chunk <= chunk
@@ -53,13 +53,13 @@ def test_the_parts_never_exceed_the_budget(
 
 
 def test_the_minimum_in_the_message_is_enough_and_one_byte_less_is_not() -> None:
-    def split(budget_bytes: int, mode: AttentionMode, untiered: bool) -> None:
+    def split(budget_bytes: int, mode: AttentionMode, untiered: float) -> None:
         split_gpu_budget(
             budget_bytes, SMOLLM2, slot_bytes=SMOLLM2.block_bytes, heads=9, prefill_chunk=512, mode=mode, streams=True,
-            untiered=untiered,
+            untiered_frac=untiered,
         )  # fmt: skip
 
-    for mode, untiered in itertools.product(AttentionMode, (False, True)):
+    for mode, untiered in itertools.product(AttentionMode, (0.0, 0.25, 1 / 3, 0.9)):
         with pytest.raises(BudgetError) as caught:
             split(1 << 20, mode, untiered)
         minimum = int(str(caught.value).split("its minimum is ")[1].split(":")[0])
