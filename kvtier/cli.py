@@ -21,6 +21,7 @@ from rich.console import Console
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.log import VARIABLE, parse_level
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 
@@ -131,6 +132,10 @@ def _write_whole(path: Path, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status. Bad input is one line on stderr, never a traceback."""
+    try:
+        parse_level(os.environ.get(VARIABLE) or "warning")
+    except ValueError as error:
+        return _complain(str(error))
     try:
         result = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="kvtier", standalone_mode=False)
     except KVTierError as error:

@@ -121,6 +121,8 @@ class Runtime:
         budget = self.gpu_budget
         limits = StepLimits(budget.max_chunk, budget.rows_at_once, budget.gather_bytes)
         self.executor = StepExecutor(group, self.manager, gpu, ring, self.metrics, self.mode, limits)
+        for tier, store in self._stores.items():
+            logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)
 
     # -- budgets ------------------------------------------------------------------------------------------------------
 
