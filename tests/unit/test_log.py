@@ -1,4 +1,4 @@
-"""A message that repeats is logged a few times, then counted; the library shows nothing unless KVTIER_LOG asks for it."""
+"""A message that repeats is logged a few times, then counted; nothing is shown unless KVTIER_LOG asks for it."""
 
 from __future__ import annotations
 
@@ -87,9 +87,8 @@ def prints(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         words = ast.unparse(node)
-        if isinstance(node, ast.Call) and words.startswith(("print(", "pprint(", "warnings.warn(", "typer.echo(")):
-            found.append(words)
-        elif isinstance(node, ast.Attribute) and words in ("sys.stdout", "sys.stderr"):
+        is_print = isinstance(node, ast.Call) and words.startswith(("print(", "pprint(", "typer.echo("))
+        if is_print or words in ("sys.stdout", "sys.stderr"):
             found.append(words)
     return found
 
