@@ -210,7 +210,7 @@ class _Figure:
             axes.set_xlim(self._times[0], max(self._times[-1], self._times[0] + 1e-6))
             axes.set_xlabel(self._unit)
             axes.set_ylabel(unit)
-            axes.xaxis.set_major_locator(MaxNLocator(6))
+            axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 3, 5, 10]))
             axes.yaxis.set_major_locator(MaxNLocator(5))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
             axes.grid(axis="y", color="#dddddd", linewidth=0.8)

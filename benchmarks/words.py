@@ -163,7 +163,7 @@ def _bounds(document: Document) -> str:
         memory, files, disk = series
         text += (
             f" Over the last {duration(half_s)} memory changed by {size(memory['growth'])} (allowed: growth of "
-            f"{size(memory['tolerance'])}), open files by {files['growth']:.1f} ({files['tolerance']:.0f}) and the "
+            f"{size(memory['tolerance'])}), open files by {files['growth']:+.0f} ({files['tolerance']:.0f}) and the "
             f"NVMe folder by {size(disk['growth'])} ({size(disk['tolerance'])}): flat."
         )
     else:

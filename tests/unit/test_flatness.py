@@ -46,15 +46,22 @@ def test_noise_is_no_growth() -> None:
 @pytest.mark.parametrize(
     ("series", "per_second", "name"),
     [
-        ("memory", 1.2 * MEMORY_TOLERANCE_BYTES / 300, "memory"),
-        ("fds", 1.2 * FDS_TOLERANCE / 300, "open files"),
-        ("disk", 1.2 * 0.02 * NVME_BYTES / 300, "the nvme folder"),
+        ("memory", 1.5 * MEMORY_TOLERANCE_BYTES / 300, "memory"),
+        ("fds", 1.5 * FDS_TOLERANCE / 300, "open files"),
+        ("disk", 1.5 * NVME_BYTES / 8 / 300, "the nvme folder"),
     ],
 )
 def test_a_slow_leak_is_found_and_half_of_it_is_not(series: str, per_second: float, name: str) -> None:
     (problem,) = check(**{series: lambda t: 1000 + t * per_second}).problems  # type: ignore[arg-type]
     assert problem.startswith(f"{name} grew by ") and "over the last 300 s" in problem
     assert check(**{series: lambda t: 1000 + t * per_second / 2}).problems == []  # type: ignore[arg-type]
+
+
+def test_one_more_segment_file_is_no_leak_and_two_are() -> None:
+    segment, late = NVME_BYTES // 8, 480
+    assert check(disk=lambda t: segment * (1 + (t > late)), fds=lambda t: 10 + 2 * (t > late)).problems == []
+    (problem,) = check(disk=lambda t: segment * (1 + 2 * (t > late))).problems
+    assert problem.startswith("the nvme folder grew")
 
 
 def test_shrinking_is_no_fault() -> None:

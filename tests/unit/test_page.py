@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -229,16 +230,7 @@ def test_durations(seconds: float, text: str) -> None:
 def test_a_missing_package_is_told_before_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, package: str
 ) -> None:
-    import importlib
-
-    load = importlib.import_module
-
-    def without(name: str, *rest: Any) -> Any:
-        if name == package:
-            raise ImportError(f"No module named {name!r}")
-        return load(name, *rest)
-
-    monkeypatch.setattr(importlib, "import_module", without)
+    monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
     assert main(["soak", "--report", str(tmp_path / "soak.html")]) == 2
     assert "pip install 'kvtier[report]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
