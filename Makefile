@@ -68,6 +68,7 @@ wheel-test: install
 	"$$folder/venv/bin/python" -m pip install -c constraints.txt "$$folder"/kvtier-*.whl | { $(PIP_LINES) || true; }; \
 	cd "$$folder"; \
 	venv/bin/python -c "import kvtier.policies, kvtier.configs, kvtier.benchmarks"; \
+	venv/bin/python -c "from importlib.resources import files; assert (files('kvtier.benchmarks') / 'page.html.j2').is_file()"; \
 	venv/bin/python -c "from kvtier.config import load_config, preset_names; [load_config(name) for name in preset_names()]"; \
 	venv/bin/kvtier soak --help > /dev/null; \
 	echo "the wheel works"

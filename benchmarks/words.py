@@ -110,6 +110,8 @@ def _what_ran(document: Document) -> str:
     resumed = len(document["timeline"]["resumed_at_s"])
     if resumed:
         text += f" The run was interrupted and resumed {'once' if resumed == 1 else f'{resumed} times'}."
+    if document["errors"]:
+        text += " An error came up: see below."
     if document["interrupted"]:
         text += " It was interrupted before its end, so this report covers what was done until then."
     return text
@@ -163,8 +165,9 @@ def _bounds(document: Document) -> str:
         memory, files, disk = series
         text += (
             f" Over the last {duration(half_s)} memory changed by {size(memory['growth'])} (allowed: growth of "
-            f"{size(memory['tolerance'])}), open files by {files['growth']:+.0f} ({files['tolerance']:.0f}) and the "
-            f"NVMe folder by {size(disk['growth'])} ({size(disk['tolerance'])}): flat."
+            f"{size(memory['tolerance'])}), open files by {round(files['growth']):+d} "
+            f"({files['tolerance']:.0f}) and the NVMe folder by "
+            f"{size(disk['growth'])} ({size(disk['tolerance'])}): flat."
         )
     else:
         text += f" The run was too short to say whether they stay flat: that takes {MIN_SECONDS / 60:.0f} minutes."

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from kvtier.benchmarks import conversations, soak
 from kvtier.benchmarks.models import LoadedModel
-from kvtier.cli import main
+from kvtier.cli import app, main
 from tests.e2e.soaking import CONFIG, soak_quietly, tiny_loaded
 from tests.unit.test_page import Reader
 
+DOCS = (Path(__file__).parents[2] / "docs" / "soak.md").read_text(encoding="utf-8")
 loaded = pytest.fixture(scope="module")(tiny_loaded)
 
 
@@ -37,6 +40,13 @@ def test_the_page_of_a_pass(arguments: list[str], tmp_path: Path) -> None:
     for name in ("gpu_to_cpu", "cpu_to_nvme"):
         assert columns[f"{name}_bytes"][-1] == document["bytes_moved"][name]
     assert document["command"] in text
+    words = set(re.findall(r"`(\w+)`", DOCS))
+    assert set(document) <= words, set(document) - words
+
+
+def test_every_option_is_documented() -> None:
+    options = {word for parameter in get_command(app).commands["soak"].params for word in parameter.opts}  # type: ignore[attr-defined]
+    assert len(options) > 10 and all(f"`{word}" in DOCS for word in options), options
 
 
 def test_the_page_of_a_failure(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

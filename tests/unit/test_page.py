@@ -180,6 +180,7 @@ def test_the_paragraph_of_a_pass() -> None:
         ({"verdict": "unverified", "verified_tokens": 0}, "Not fully verified", "No token was verified", "equals"),
         ({"verdict": "unverified", "verified_tokens": 40}, "Not fully verified", "Only 40 of the 96", "Every one"),
         ({"verdict": "fail", "budget_violations": ["x"]}, "Fail", "A budget was exceeded", "within their budgets"),
+        ({"verdict": "fail", "errors": ["x"]}, "Fail", "An error came up: see below", "x"),
         ({"verdict": "fail", "growth": ["x"]}, "Fail", "Something grew", "flat."),
         ({"verdict": "fail", "leaks": ["x"]}, "Fail", "Something was left behind", "Nothing was left"),
         ({"verdict": "unverified", "interrupted": True}, "Interrupted", "interrupted before its end", "x"),
