@@ -139,9 +139,9 @@ def soak(
             files.write_whole(Path(output), line + "\n", "--json")
     if report:
         files.write_whole(report, page.render(result.document), "--report")
-        console.print(f"report: {report}", markup=False)
+        console.print(f"report: {report}", markup=False, soft_wrap=True)
     if file and file.path.exists() and result.document["interrupted"]:
-        console.print(f"to go on: kvtier soak --resume-from {file.path}", markup=False)
+        console.print(f"to go on: kvtier soak --resume-from {file.path}", markup=False, soft_wrap=True)
     elif file:
         file.remove()
     raise typer.Exit(int(result.exit_status))

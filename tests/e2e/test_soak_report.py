@@ -56,7 +56,9 @@ def test_the_page_of_a_failure(arguments: list[str], monkeypatch: pytest.MonkeyP
     assert "Fail" in text and "A budget was exceeded" in text and "memory grew by" in text
 
 
-def test_the_page_of_an_interrupted_run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_page_of_an_interrupted_run(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     turn = conversations.Run._turn
 
     def interrupted_turn(self: Any, *rest: Any) -> None:
@@ -66,6 +68,8 @@ def test_the_page_of_an_interrupted_run(arguments: list[str], monkeypatch: pytes
 
     monkeypatch.setattr(conversations.Run, "_turn", interrupted_turn)
     assert main(arguments) == 130
+    line = f"to go on: kvtier soak --resume-from {tmp_path / 'soak.checkpoint.json'}\n"
+    assert line in capsys.readouterr().out, "in one piece, to be copied"
     text = Reader((tmp_path / "soak.html").read_text(encoding="utf-8")).text
     assert "Interrupted" in text and f"kvtier soak --resume-from {tmp_path / 'soak.checkpoint.json'}" in text
 

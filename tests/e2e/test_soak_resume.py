@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -154,21 +155,28 @@ def test_think_times_let_sessions_sleep(loaded: LoadedModel) -> None:
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def interrupted(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> tuple[list[str], Path]:
-    """A run's arguments, and its checkpoint after one turn."""
-    monkeypatch.setattr(soak, "load_model", lambda path, console: loaded)
-    config = tmp_path / "tiny.yaml"
+@pytest.fixture(scope="module")
+def stopped(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """A run's arguments, and the folder of its checkpoint after one turn."""
+    folder = tmp_path_factory.mktemp("stopped")
+    config = tmp_path_factory.mktemp("config") / "tiny.yaml"
     config.write_text(json.dumps(CONFIG))
     arguments = ["soak", "--config", str(config), "--sessions", "1", "--turns", "2", "--context", "300"]
-    file = tmp_path / "run.json"
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(soak, "load_model", lambda path, console: loaded)
         interrupt(patch, 1, KeyboardInterrupt())
-        assert main([*arguments, "--checkpoint", str(file)]) == 130
-    assert "--resume-from" in capsys.readouterr().out
-    return arguments, file
+        assert main([*arguments, "--checkpoint", str(folder / "run.json")]) == 130
+    return arguments, folder
+
+
+@pytest.fixture
+def interrupted(
+    loaded: LoadedModel, stopped: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[list[str], Path]:
+    """A run's arguments, and its checkpoint after one turn, a copy for each test."""
+    monkeypatch.setattr(soak, "load_model", lambda path, console: loaded)
+    shutil.copytree(stopped[1], tmp_path, dirs_exist_ok=True)
+    return stopped[0], tmp_path / "run.json"
 
 
 def test_the_command_line_resumes_and_tidies_up(interrupted: tuple[list[str], Path], tmp_path: Path) -> None:
