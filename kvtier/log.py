@@ -1,9 +1,19 @@
-"""The library's logger, `kvtier`, rate-limited: a failing disk must not fill another one with its messages."""
+"""The library's logger, `kvtier`, rate-limited: a failing disk must not fill another one with its messages.
+
+The library never prints and leaves handlers to the application, unless the user asks: with `KVTIER_LOG=info` (debug,
+info, warning or error) in the environment, messages of that level and above go to stderr.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
+from typing import TextIO
+
+VARIABLE = "KVTIER_LOG"
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 
 
 class RateLimit(logging.Filter):
@@ -32,6 +42,49 @@ class RateLimit(logging.Filter):
         return count <= self.burst
 
 
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is when the message comes: live displays and tests put another one there."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter("kvtier: %(levelname)s: %(message)s"))
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def parse_level(name: str) -> int:
+    """The level of the `logging` module that a value of KVTIER_LOG names, in any case.
+
+    Raises:
+        ValueError: another value; the message names the variable, the value and the mend.
+    """
+    level = _LEVELS.get(name.strip().lower())
+    if level is None:
+        raise ValueError(f"{VARIABLE}={name}: give {', '.join(_LEVELS)}, or leave it unset")
+    return int(level)
+
+
+def show(name: str | None) -> None:
+    """Show the library's messages on stderr from a level on; None or "" leaves logging as it is.
+
+    A wrong name is a warning, not an error: an import must not fail over a variable. `kvtier` on the command line
+    refuses it.
+    """
+    if not name:
+        return
+    try:
+        level = parse_level(name)
+    except ValueError as error:
+        logger.warning("%s", error)
+        return
+    logger.setLevel(level)
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
+
+
 logger = logging.getLogger("kvtier")
 rate_limit = RateLimit()
 logger.addFilter(rate_limit)
+show(os.environ.get(VARIABLE))

@@ -219,3 +219,11 @@ def test_an_exception_in_a_logits_processor(tiered: TieredKV) -> None:
     cache.crop(-2)
     cache.crop(turns[0][1].sequences.shape[1] - 1 - cache.get_seq_length())
     assert_same(tiered.generate(turns[1][0], cache=cache, **GREEDY), turns[1][1], mode_of(tiered))
+
+
+def test_generating_writes_nothing_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path, "blockwise")) as tiered:
+        tiered.generate(tokens(200), max_new_tokens=4, do_sample=False)
+        tiered.stats()
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,41 @@
+"""What a soak leaves behind when its caches are dropped and its runtime is closed: nothing, or it fails."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+from kvtier.benchmarks.conversations import Run
+from kvtier.errors import KVTierError
+from kvtier.system import num_threads, open_fds
+
+
+def drop(run: Run) -> list[str]:
+    """Drop every cache; name what the runtime still holds then."""
+    for conversation in run.conversations:
+        conversation.cache = None
+    gc.collect()
+    try:
+        run.tiered.check_integrity()
+    except KVTierError as error:
+        run.errors.append(f"{type(error).__name__}: {error}")
+    stats = run.tiered.stats()
+    return [
+        f"{stats[name]} {name} left after all caches were dropped" for name in ("blocks", "sequences") if stats[name]
+    ]
+
+
+def left_over(fds_before: int, threads_before: int, folder: Path | None) -> list[str]:
+    """Name what is left of a closed runtime: its temporary folder, open files, threads."""
+    deadline_s = time.monotonic() + 3.0
+    while (open_fds() > fds_before or num_threads() > threads_before) and time.monotonic() < deadline_s:
+        time.sleep(0.05)  # threads that were told to end may need a moment
+    found = []
+    if folder and folder.exists():
+        found.append(f"the temporary nvme folder {folder} is still there")
+    if open_fds() > fds_before:
+        found.append(f"{open_fds() - fds_before} more open files than before")
+    if num_threads() > threads_before:
+        found.append(f"{num_threads() - threads_before} more threads than before")
+    return found
