@@ -97,7 +97,7 @@ class GpuTierConfig(_Watermarks):
     wrapped; without CUDA, of the memory that the process may use and does not use yet. Must be more than 0; less than
     two blocks, the smallest ring and the scratch of one token is refused with that sum when the model is wrapped."""
 
-    untiered_frac: float = Field(0.25, ge=0.05, le=0.9, title="a fraction from 0.05 to 0.9, such as 0.25")
+    untiered_frac: Annotated[float, Field(ge=0.05, le=0.9, title="a fraction from 0.05 to 0.9, such as 0.25")] = 0.25
     """Share of the budget for layers that are not tiered: sliding windows and linear attention keep transformers' own
     cache on the device, of a window's length or a fixed size per row. Models of full attention alone spend nothing on
     it. A step that would need more, over all live caches together, is refused with the sum: raise it or the budget for

@@ -137,7 +137,7 @@ class Runtime:
         budget = self.gpu_budget
         limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
         self.executor = StepExecutor(group, self.manager, gpu, ring, self.metrics, self.mode, limits)
-        for tier, store in self._stores.items():
+        for tier, store in self.stores.items():
             logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)
 
     # -- budgets ------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_every_key_has_a_description_and_says_what_to_give(key: Any) -> None:
 @pytest.mark.parametrize("key", [key for key in KEYS if key.limits()], ids=lambda key: key.path)
 def test_bounds_are_told_in_error_messages_as_they_are_checked(key: Any) -> None:
     field, limits = key.field, key.limits()
-    told = set(map(float, re.findall(r"\d+", field.title)))
+    told = set(map(float, re.findall(r"\d+(?:\.\d+)?", field.title)))
     assert set(limits.values()) <= told, f"the title {field.title!r} does not say {limits}"
 
 
