@@ -10,7 +10,15 @@ import torch
 
 from kvtier.batch import Batch
 from kvtier.errors import BudgetError, UnsupportedError
-from kvtier.hf import TieredCache, WrappedMethod, cache_keyword, check_process, current_step
+from kvtier.hf import (
+    CACHE_NAMES,
+    TieredCache,
+    WrappedMethod,
+    cache_keyword,
+    check_process,
+    current_step,
+    given_cache,
+)
 from kvtier.inputs import CallInputs, columns_masked_since
 from kvtier.open_step import OpenStep
 from kvtier.runtime import Runtime
@@ -32,9 +40,11 @@ def wrap_forward(original: Callable[..., Any], runtime: Runtime) -> Callable[...
         arguments = dict(signature.bind(*args, **kwargs).arguments) if args else dict(kwargs)
         if rest is not None:
             arguments.update(arguments.pop(rest, {}))
-        cache = arguments.get(keyword, arguments.get("past_key_values"))
-        if not isinstance(cache, TieredCache):
+        cache = given_cache(arguments)
+        if cache is None:
             return _plainly(original, args, kwargs)
+        arguments = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+        arguments[keyword] = cache
         if cache.state.runtime is not runtime:
             cache.state.check_open()
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")

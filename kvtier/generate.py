@@ -9,7 +9,7 @@ import torch
 
 from kvtier.block_table import TokenSource
 from kvtier.errors import PromptMismatchError, UnsupportedError
-from kvtier.hf import TieredCache, WrappedMethod, check_mask_kind, check_own_inputs
+from kvtier.hf import CACHE_NAMES, TieredCache, WrappedMethod, check_mask_kind, check_own_inputs, given_cache
 from kvtier.runtime import Runtime
 
 # Arguments that another cache, or another model of the KV, would be needed for. Name, neutral value, and why.
@@ -32,15 +32,14 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
     """
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
-        if not isinstance(cache, TieredCache):
+        cache = given_cache(kwargs)
+        if cache is None:
             return original(*args, **kwargs)
         cache.state.check_open()
         if cache.state.runtime is not runtime:
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
         positional = dict(zip(("inputs", "generation_config"), args, strict=False))
-        kwargs.pop("past_key_values", None)
-        kwargs.pop("cache", None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         with runtime.turn:
             call = _Call(original, cache, positional | kwargs)
             call.check()
@@ -107,11 +106,9 @@ class _Call:
     def overrides(self) -> dict[str, Any]:
         """Arguments in place of what a checkpoint ships in its generation config and no caller asked for."""
         shipped = getattr(getattr(self._model, "generation_config", None), "cache_implementation", None)
-        given = self._arguments.get("cache_implementation"), getattr(
-            self._arguments.get("generation_config"), "cache_implementation", None
-        )
         # A config that the caller made from the model's own has the same value in it.
-        asked = given[0] is not None or given[1] not in (None, shipped)
+        in_config = getattr(self._arguments.get("generation_config"), "cache_implementation", None)
+        asked = self._arguments.get("cache_implementation") is not None or in_config not in (None, shipped)
         return {} if shipped is None or asked else {"cache_implementation": None}
 
     def _passes_new_tokens_only(self) -> bool:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -17,6 +17,7 @@ from kvtier.errors import AlreadyWrappedError, UnsupportedError
 from kvtier.forward import wrap_forward
 from kvtier.generate import wrap_generate
 from kvtier.hf import (
+    CACHE_NAMES,
     Patch,
     TieredCache,
     WeightsMark,
@@ -106,23 +107,19 @@ class TieredKV:
         """
         self._runtime.check_open()
         check_one_adapter(kwargs)
-        cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
-        if cache is None:
-            kwargs.pop("past_key_values", None)
-            kwargs["cache"] = self.new_cache()
-        elif not isinstance(cache, TieredCache):
-            raise UnsupportedError(f"cache is a {type(cache).__name__}: pass tiered.new_cache(), or none")
-        return self.model.generate(*args, **kwargs)
+        given = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        if not given:
+            given = [self.new_cache()]
+        elif any(not isinstance(cache, TieredCache) for cache in given):
+            raise UnsupportedError(f"cache is a {type(given[0]).__name__}: pass tiered.new_cache(), or none")
+        return self.model.generate(*args, **kwargs, **dict(zip(CACHE_NAMES, given, strict=False)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in chunks of at most `prefill_chunk` new tokens; a new cache unless one is given."""
         self._runtime.check_open()
         check_one_adapter(kwargs)
-        if (
-            kwargs.get("use_cache") is not False
-            and kwargs.get("cache") is None
-            and kwargs.get("past_key_values") is None
-        ):
+        if kwargs.get("use_cache") is not False and all(kwargs.get(name) is None for name in CACHE_NAMES):
             kwargs[self._keyword] = self.new_cache()
         return self.model(*args, **kwargs)
 
@@ -166,6 +163,12 @@ class TieredKV:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"TieredKV has no attribute {name!r}: what takes a transformers model takes tiered.model, as in "
+            "pipeline(..., model=tiered.model), whose calls take cache=tiered.new_cache()"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._runtime.closed else self._runtime.mode.value

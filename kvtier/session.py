@@ -10,7 +10,7 @@ import torch
 
 from kvtier.errors import ClosedError, SessionExistsError, UnsupportedError
 from kvtier.generate import Generation
-from kvtier.hf import TieredCache
+from kvtier.hf import CACHE_NAMES, TieredCache, check_one_adapter
 
 
 class Sessions:
@@ -116,12 +116,13 @@ class Session:
         """
         cache = self.cache
         cache.state.check_between_steps("session.generate")
+        check_one_adapter(kwargs)
         if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[0] != 1:
             shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
             raise UnsupportedError(f"session.generate: input_ids is {shape}: pass the whole transcript, [1, tokens]")
         if input_ids.shape[1] == 0:
             raise UnsupportedError("session.generate: the transcript is empty")
-        for name in ("cache", "past_key_values", "inputs", "inputs_embeds"):
+        for name in (*CACHE_NAMES, "inputs", "inputs_embeds"):
             if kwargs.get(name) is not None:
                 raise UnsupportedError(
                     f"session.generate({name}=…): a session has its own cache, and takes input_ids only"

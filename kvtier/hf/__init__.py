@@ -7,11 +7,13 @@ Cache object that `generate` sees.
 from __future__ import annotations
 
 from kvtier.hf.attention import Patch, check_mask_kind, current_step
-from kvtier.hf.cache import TieredCache
+from kvtier.hf.cache import CACHE_NAMES, TieredCache, given_cache
 from kvtier.hf.describe import VERIFIED_FAMILIES, cache_keyword, describe, new_untiered, transformers_model
-from kvtier.hf.wrapped import WeightsMark, WrappedMethod, check_one_adapter, check_own_inputs, check_process
+from kvtier.hf.weights import WeightsMark, check_one_adapter, check_own_inputs
+from kvtier.hf.wrapped import WrappedMethod, check_process
 
 __all__ = [
+    "CACHE_NAMES",
     "VERIFIED_FAMILIES",
     "Patch",
     "TieredCache",
@@ -24,6 +26,7 @@ __all__ = [
     "check_process",
     "current_step",
     "describe",
+    "given_cache",
     "new_untiered",
     "transformers_model",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.hf.attention import current_step
 from kvtier.hf.untiered import UntieredLayers
 from kvtier.runtime import Runtime
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What transformers calls a model's cache, and what it called it before 5.24."""
 
 
 @dataclass(eq=False)
@@ -152,6 +155,23 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
     def get_max_cache_shape(self) -> int:
         """The older name of `get_max_length`."""
         return -1
+
+
+def given_cache(arguments: Mapping[str, Any]) -> TieredCache | None:
+    """The TieredCache among a call's arguments, by the name of any transformers version; None if there is none.
+
+    A model of an older version would swallow the new name and answer without its cache.
+
+    Raises:
+        UnsupportedError: another cache is given beside it.
+    """
+    given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
+    tiered = next((each for each in given if isinstance(each, TieredCache)), None)
+    if tiered is not None and any(each is not tiered for each in given):
+        raise UnsupportedError(
+            "cache and past_key_values are both given (PEFT's prefix tuning does so): only one can be honoured"
+        )
+    return tiered
 
 
 class TieredCache(Cache):

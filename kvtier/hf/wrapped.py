@@ -1,4 +1,4 @@
-"""A method of a wrapped model, and the mark of the weights that its KV was made with."""
+"""A method of a wrapped model, and the process that wrapped it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 import os
 from collections.abc import Callable
 from typing import Any, NoReturn
-
-import torch
 
 from kvtier.errors import UnsupportedError
 
@@ -30,15 +28,6 @@ class WrappedMethod:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError("a wrapped model cannot be pickled: close() its TieredKV first")
-
-
-def weights_mark(model: torch.nn.Module) -> int:
-    """A number that changes when a parameter is replaced, moved, or written in place: old KV is then not the model's.
-
-    Sees what torch's version counters see: an assignment through `.data` to the same memory goes by unnoticed.
-    Cost: about 0.3 us a parameter.
-    """
-    return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()))
 
 
 def check_process(owner_pid: int) -> None:

@@ -9,6 +9,9 @@ import pytest
 
 from kvtier import TieredKV
 from tests.e2e.families import MODES, small_config, tiny
+from tests.older_transformers import teach_plain_models
+
+teach_plain_models()
 
 
 @pytest.fixture(params=MODES)
