@@ -5,17 +5,21 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# What pyproject.toml states: chunked prefill of a filled cache is wrong in plain transformers before it.
+OLDEST := 5.22.0
+COMPAT_TESTS := $(addprefix tests/e2e/test_, caches.py exact.py matrix.py rows.py session.py wrap.py)
 CODE := kvtier policies configs benchmarks docs tests
 # pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
 PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
 
-.PHONY: help install demo test check fix docs matrix mutants wheel-test test-cuda
+.PHONY: help install demo test check compat fix docs matrix mutants wheel-test test-cuda
 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
 	@echo "make demo        a soak run on SmolLM2 under tiny budgets: must end with 'pass' (under 5 minutes)"
 	@echo "make test        the tests (under 8 minutes on 2 cores)"
 	@echo "make check       lint, types, layers, then the tests: what CI runs"
+	@echo "make compat      the contract tests on the oldest transformers that is supported, then on the newest"
 	@echo "make fix         mend formatting and what ruff can"
 	@echo "make docs        write docs/configuration.md anew from the config's models"
 	@echo "make matrix      every mode x family x attention x dtype against plain transformers, into docs/matrix.md"
@@ -51,6 +55,13 @@ check: install
 	$(BIN)/mypy --strict kvtier policies
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory test
+
+# The oldest lies in a folder of its own, before the newest on the path; the stated lower bound is in pyproject.toml.
+compat: install
+	@[ -d .compat/$(OLDEST) ] || $(BIN)/python -m pip install --no-deps --target .compat/$(OLDEST) transformers==$(OLDEST) | { $(PIP_LINES) || true; }
+	PYTHONPATH=.compat/$(OLDEST) $(BIN)/python -c "import transformers as t; assert t.__version__ == '$(OLDEST)', t"
+	PYTHONPATH=.compat/$(OLDEST) $(BIN)/python -m pytest -n 2 --dist loadfile -q $(COMPAT_TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(COMPAT_TESTS)
 
 fix: install
 	$(BIN)/ruff check --fix $(CODE)

@@ -40,6 +40,7 @@ def test_each_python_example_runs(number: int, capsys: pytest.CaptureFixture[str
         "alice_ids": ids,
         "bob_ids": torch.randint(1, 200, (1, 30)),
         "next_question_ids": torch.randint(1, 200, (1, 10)),
+        "padded_batch": {"input_ids": ids.repeat(2, 1), "attention_mask": torch.ones(2, 40).tril(30)},
     }
     exec(compile(PYTHON[number], f"README python example {number}", "exec"), names)
     assert "forward" not in vars(model), "the example closed its wrapper"

@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LogitsProcessor, LogitsProce
 
 from kvtier import TieredKV
 from kvtier.errors import AlreadyWrappedError, ClosedError, UnsupportedError
+from kvtier.hf import cache_keyword
 from tests.e2e.families import (
     ATTENTION,
     CHUNK,
@@ -146,8 +147,8 @@ def test_a_closed_wrapper_and_its_caches_say_so(tmp_path: Path) -> None:
         for call in calls:
             with pytest.raises(ClosedError, match="closed"):
                 call()
-    with pytest.raises(ClosedError):
-        model(tokens(1), cache=cache)
+    with pytest.raises(ClosedError):  # by the model's own name for it: an unwrapped model swallows any other
+        model(tokens(1), **{cache_keyword(model.forward): cache})
 
 
 # -- other weights -----------------------------------------------------------------------------------------------------
