@@ -26,7 +26,7 @@ from rich.table import Table
 
 from kvtier.benchmarks.documents import load_text
 from kvtier.benchmarks.models import load_model
-from kvtier.benchmarks.report import machine
+from kvtier.benchmarks.machine import machine
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "all_gpu": {"block_tokens": 256, "prefill_chunk": 512, "tiers": {"gpu": {"budget": "2GiB"}}},
