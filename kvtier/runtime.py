@@ -120,7 +120,7 @@ class Runtime:
             watermarks=self._watermarks(),
             io_timeout_s=config.io_timeout_s,
         )
-        self.manager = TierManager(self.placement, shape.block_tokens)
+        self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes)
         ring = None
         if self.gpu_budget.ring_slices:
             ring = SliceRing(

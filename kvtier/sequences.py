@@ -6,7 +6,7 @@ Works on ids; touches no tensor. One thread at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
@@ -14,15 +14,16 @@ from kvtier.errors import IntegrityError
 from kvtier.metrics import SequenceMetrics
 from kvtier.placement import Placement
 from kvtier.residency import BlockState
-from kvtier.types import BlockId, SequenceId
+from kvtier.types import BlockId, SequenceId, Slot, Tier
 from kvtier.upkeep import Upkeep
 
 
 class Sequences:
     """The batches of all caches. Rows share blocks by count; equal full blocks of a batch are joined when sealed."""
 
-    def __init__(self, placement: Placement, block_tokens: int) -> None:
-        self.placement = placement
+    def __init__(self, placement: Placement, block_tokens: int, same_bytes: Callable[[Slot, Slot], bool]) -> None:
+        """`same_bytes` says whether two gpu slots hold the same bytes: blocks are joined on nothing less."""
+        self.placement, self._same_bytes = placement, same_bytes
         self.upkeep = Upkeep(placement)
         self.block_tokens = block_tokens
         self.tables: dict[SequenceId, BlockTable] = {}
@@ -194,18 +195,27 @@ class Sequences:
             self._join(batch, first_new)
 
     def _join(self, batch: Batch, first: int) -> None:
+        """Equal tokens are not enough: a hook, an adapter or token types may have given rows other KV for them."""
         for index in range(first, max(table.num_full_blocks for table in batch.tables)):
-            blocks: dict[tuple[object, ...], BlockId] = {}
+            known: dict[tuple[object, ...], list[BlockId]] = {}
             for table in batch.tables:
                 identity = table.identity(index) if index < table.num_full_blocks else None
                 if identity is None:
                     continue
-                parent = table.blocks[index - 1] if index else None
                 block = table.blocks[index]
-                kept = blocks.setdefault((parent, *identity), block)
-                if kept != block:
+                candidates = known.setdefault((table.blocks[index - 1] if index else None, *identity), [])
+                kept = next((other for other in candidates if self._are_equal(block, other)), None)
+                if kept is None:
+                    candidates.append(block)
+                elif kept != block:
                     self.placement.residency[kept].holders += 1
                     self.placement.release(table.replace(index, kept))
+
+    def _are_equal(self, block: BlockId, other: BlockId) -> bool:
+        slots = [self.placement.residency[each].copies.get(Tier.GPU) for each in (block, other)]
+        if block == other or slots[0] is None or slots[1] is None:  # bytes that have gone down are not fetched for it
+            return block == other
+        return self._same_bytes(slots[0], slots[1])
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks are held exactly by the tables."""

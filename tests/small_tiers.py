@@ -229,4 +229,9 @@ def build(
         watermarks={tier: Watermark(high_frac, low_frac) for tier in (Tier.GPU, Tier.CPU)},
         io_timeout_s=0.01,
     )
-    return House(TierManager(placement, block_tokens), placement, engine)
+
+    def same_bytes(slot: Slot, other: Slot) -> bool:
+        cells = [engine.bytes_by_slot.get((Tier.GPU, each)) for each in (slot, other)]
+        return cells[0] is not None and cells[0] == cells[1]
+
+    return House(TierManager(placement, block_tokens, same_bytes), placement, engine)

@@ -6,7 +6,7 @@ import torch
 
 from kvtier.errors import IntegrityError
 from kvtier.stores.slab import SlabStore
-from kvtier.types import BlockShape, Tier
+from kvtier.types import BlockShape, Slot, Tier
 
 
 class GpuStore(SlabStore):
@@ -37,6 +37,10 @@ class GpuStore(SlabStore):
             (elements.stride(0), tokens * dim, dim, 1),
             offset_bytes // self.shape.element_bytes,
         )
+
+    def same_bytes(self, slot: Slot, other: Slot) -> bool:
+        """Whether two slots hold the same bytes. On CUDA it waits for the kernels queued. Cost: reads both blocks."""
+        return torch.equal(self.block(slot), self.block(other))
 
     def check_integrity(self) -> None:
         super().check_integrity()

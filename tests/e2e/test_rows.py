@@ -240,6 +240,39 @@ def test_rows_that_part_and_meet_again_share_what_is_equal(tiered: TieredKV) -> 
     assert twin.ours.stats()["blocks"] == 5 + 3
 
 
+def test_rows_that_a_hook_makes_different_are_not_joined(tiered: TieredKV) -> None:
+    """Activation steering of one row of two: equal prompts, other KV."""
+    steering = torch.zeros(3, 1, tiered.model.config.hidden_size)
+    steering[1] = 0.5
+
+    def steer(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + steering
+
+    handle = tiered.model.model.layers[0].register_forward_hook(steer)
+    try:
+        twin = Twin(tiered, 3)
+        for turn in range(3):
+            logits = twin.step(tokens(70, turn).repeat(3, 1))
+            assert (logits[0] - logits[1]).abs().max() > 0.01
+        twin.step(tokens(1).repeat(3, 1))  # seals what the last step filled
+        # Rows 0 and 2 share; the first layer's K and V are equal in all of them, and the block is all layers'.
+        assert twin.ours.stats()["blocks"] == 2 * (211 // BLOCK) + 3
+    finally:
+        handle.remove()
+
+
+def test_rows_of_other_token_types_are_not_joined(tmp_path: Path) -> None:
+    model, ids = tiny("gpt2"), tokens(100).repeat(2, 1)
+    types = torch.stack([torch.zeros(100, dtype=torch.long), torch.ones(100, dtype=torch.long)])
+    with TieredKV(model, small_config(model, tmp_path, gpu_slots=14)) as tiered, torch.no_grad():
+        cache, plain = tiered.new_cache(), plain_cache(model)
+        for piece in (slice(0, 60), slice(60, 61), slice(61, 100)):
+            ours = tiered(ids[:, piece], token_type_ids=types[:, piece], cache=cache).logits
+            expected = model(ids[:, piece], token_type_ids=types[:, piece], cache=plain).logits
+            assert (expected[0] - expected[1]).abs().max() > 0.01
+            assert_close(ours, expected, "blockwise")
+
+
 # -- when it goes wrong ------------------------------------------------------------------------------------------------
 
 

@@ -104,26 +104,30 @@ class ModelBatch:
         return len(self.rows[0].columns)
 
     def seal(self) -> bool:
-        """Full blocks are final, and equal ones with equal pasts one. Whether any block was given up."""
-        new = [i for row in self.rows for i, block in enumerate(row.blocks[: row.num_full]) if not block.sealed]
-        if not new:
-            return False
-        joined = False
-        row_tokens = [row.tokens for row in self.rows]
+        """Full blocks are final. Whether any are new: they may be joined."""
+        new = False
         for row in self.rows:
             for block in row.blocks[: row.num_full]:
+                new |= not block.sealed
                 block.sealed = True
-        for index in range(min(new), max(row.num_full for row in self.rows)):
-            first: dict[tuple[ModelBlock | None, int], ModelBlock] = {}
-            for row, tokens in zip(self.rows, row_tokens, strict=True):
-                past = tokens[: (index + 1) * BLOCK_TOKENS]
-                if index >= row.num_full or any(token.token_id is None for token in past):
-                    continue
-                parent = row.blocks[index - 1] if index else None
-                block = first.setdefault((parent, past[-1].cell), row.blocks[index])
-                joined |= block is not row.blocks[index]
-                row.blocks[index] = block
-        return joined
+        return new
+
+    def follow(self) -> None:
+        """Blocks that were joined must be equal, with equal pasts; from here on they are one.
+
+        Which equal ones are joined depends on where they lie: tests/unit/test_batch.py says when they must be.
+        """
+        for index in range(max((row.num_full for row in self.rows), default=0)):
+            kept: dict[BlockId, tuple[int, ModelBlock]] = {}
+            for row, table in zip(self.rows, self.batch.tables, strict=True):
+                if index < row.num_full:
+                    past = row.tokens[: (index + 1) * BLOCK_TOKENS]
+                    cell, block = kept.setdefault(table.blocks[index], (past[-1].cell, row.blocks[index]))
+                    assert cell == past[-1].cell, "blocks of different pasts were joined"
+                    if block is not row.blocks[index]:
+                        assert all(token.token_id is not None for token in past), "unknown tokens were joined"
+                        assert block.sealed and row.blocks[index].sealed
+                    row.blocks[index] = block
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,12 @@ class ManagerMachine(RuleBasedStateMachine):
         if batch.seal():
             self.unpin_all()  # nobody reads a block of a batch that is being sealed
 
+    @staticmethod
+    def follow(*batches: ModelBatch | None) -> None:
+        for batch in batches:
+            if batch is not None:
+                batch.follow()
+
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def new_columns(self, batch: ModelBatch, num_new: int, fill: Fill) -> list[list[Token | None]]:
@@ -251,13 +261,15 @@ class ManagerMachine(RuleBasedStateMachine):
     def begin(self, batch: ModelBatch, new: list[list[Token | None]], fill: Fill) -> Step | None:
         """A step, or None when there was no room, a loss or a hang: then the batch must be as before."""
         num_failed = self.placement.metrics.moves_failed
-        if self.last is not None and self.last is not batch and not self.last.entered:
-            self.seal(self.last)
+        before = self.last if self.last is not None and self.last is not batch and not self.last.entered else None
+        if before is not None:
+            self.seal(before)
         self.last = batch
         self.seal(batch)
         try:
             step = self.manager.begin_step(batch.batch, [self.given(row, fill) for row in new])
         except EXPECTED as error:
+            self.follow(before, batch)
             note(f"begin_step: {error!r}")
             self.check_pins()
             if isinstance(error, BlockLostError):
@@ -267,6 +279,7 @@ class ManagerMachine(RuleBasedStateMachine):
             if isinstance(error, CapacityError) and self.placement.metrics.moves_failed == num_failed:
                 self.check_no_room(batch, new)
             return None
+        self.follow(before, batch)
         assert (step.committed, step.num_new, len(step.rows)) == (batch.length, len(new[0]), len(batch.rows))
         for row, row_step, row_new in zip(batch.rows, step.rows, new, strict=True):
             self.check_begun(row, row_step, row_new)
@@ -516,6 +529,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.seal(batch)
             self.last = None if self.last is batch else self.last
         self.manager.leave(batch.batch)
+        self.follow(batch)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 

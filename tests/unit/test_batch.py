@@ -673,3 +673,16 @@ def test_metrics_of_a_restored_batch_go_on() -> None:
     house.append(batch, [[11], [12]])  # the tails come back
     assert batch.metrics.nvme_read_bytes == 200
     house.check()
+
+
+def test_equal_tokens_with_other_bytes_are_not_joined() -> None:
+    """As a hook, an adapter or token types that differ by row make them."""
+    house = build(gpu=8, **NO_BACKGROUND)
+    batch = house.manager.new_batch(3)
+    step = house.manager.begin_step(batch, [columns([1, 2, 3, 4])] * 3)
+    for row, cells in zip(step.rows, ([1, 2, 3, 4], [1, 2, 3, 40], [1, 2, 3, 40]), strict=True):
+        house.write(row.writes[0], cells)
+    house.manager.commit_step(step)
+    house.manager.seal(batch)
+    assert holders(house, batch) == [[1], [2], [2]]
+    house.manager.check_integrity()
