@@ -100,10 +100,18 @@ class _SplitForward:
     def _drop_held(self) -> None:
         """Assisted decoding passes the whole prompt whatever the cache holds; `generate` has compared them."""
         held, self._state.held_of_prompt = self._state.held_of_prompt, 0
-        for name in _PER_TOKEN if held else ():
-            value = self._arguments.get(name)
-            if value is not None:
-                self._arguments[name] = value[:, held:]
+        ids, mask, positions = (self._arguments.get(n) for n in ("input_ids", "attention_mask", "position_ids"))
+        if not held or ids is None or ids.shape[1] <= held:
+            return
+        # Should a version of transformers cut the prompt itself, what it passes is new and must stay.
+        counts_all = mask is None or mask.shape[1] == ids.shape[1]
+        begins_at_0 = positions is None or int(positions[0, 0]) == 0
+        is_held = self._batch.tables[0].first_difference(ids[0, :held].tolist()) is None
+        if not (counts_all and begins_at_0 and is_held):
+            return
+        for name in _PER_TOKEN:
+            if self._arguments.get(name) is not None:
+                self._arguments[name] = self._arguments[name][:, held:]
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
