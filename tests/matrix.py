@@ -17,8 +17,9 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,28 +31,55 @@ import transformers  # noqa: E402
 from tests.e2e.cells import DTYPES, SERVED_FAMILIES, SERVED_MODES, Cell, Refused, run_cell  # noqa: E402
 from tests.e2e.families import FAMILIES, MODES  # noqa: E402
 from tests.e2e.modes import MODES_BY_NAME  # noqa: E402
-from tests.e2e.sides import BF16_FACTOR, FP32_TOLERANCE  # noqa: E402
+from tests.e2e.refused import REFUSED, refusal  # noqa: E402
+from tests.e2e.sides import BF16_FACTOR, FP32_TOLERANCE, tolerance_of  # noqa: E402
 
 WORKERS = 2
-CELL_SECONDS = 60
-Results = dict[Cell, tuple[str, str]]
-"""`exact`, `refused` or `FAILED`, and the reason or what was compared."""
+CELL_SECONDS = 120
+TABLES = {
+    "One row": ("greedy", "sampling", "own_chunks", "new_tokens_only", "forward_by_hand", "every_extra"),
+    "Drafts": ("prompt_lookup", "assistant_often_right", "assistant_rarely_right"),
+    "Beams": ("beams", "beams_continued", "beam_sampling", "padded_beams"),
+    "Batches": ("left_padded", "right_padded", "left_padded_by_hand", "right_padded_by_hand", "return_sequences"),
+    "A cache's own methods": ("reordered", "rows_come_and_go", "cropped", "crop_and_answer_again"),
+}
+assert sorted(MODES_BY_NAME) == sorted(mode for modes in TABLES.values() for mode in modes)
+
+
+class Outcome(NamedTuple):
+    """What became of a cell."""
+
+    verdict: str
+    """`exact`, `refused` or `FAILED`."""
+    text: str
+    """What was compared, or the reason."""
+    difference: float = 0.0
+    share: float = 0.0
+    """Of what it may differ by."""
+
+
+Results = dict[Cell, Outcome]
 
 HEADER = """# What was compared
 
 Made by `make matrix` on {date}: kvtier {kvtier}, transformers {transformers}, torch {torch}, Python {python},
 {machine}, CPU. {cells} cells, {seconds:.0f} s: {counts}.
 
-A cell runs one mode of generation on one tiny random model, with prompts and budgets such that blocks were read that
-lay on NVMe alone, and compares with the same run on plain transformers (`DynamicCache`, the same chunks).
+A cell runs one way to generate on one tiny random model of a family, in one attention mode and dtype, with prompts and
+budgets such that blocks were read that lay on NVMe alone. It compares with the same run on plain transformers
+(`DynamicCache`, the same chunks), at every step and, where the model is called by hand, every token.
 
-**exact**: in fp32 the same tokens, and every logit at every step within {fp32}; in bf16, token by token on the plain
-run's path, every logit within {bf16} times what the plain model's own logits change with its prefill chunk size (beam
-searches may part at a near tie, and are compared up to there). It holds for `attention: blockwise` and `gathered`, in
-fp32 and bf16, or the cell says which.
+**exact** means: in fp32 the same tokens, and every logit within {fp32}; in bf16 every logit within {factor} times what
+the plain model's own logits change with its prefill chunk size, along the tokens, samples and beams that the plain run
+chose. In `attention: gathered` all logits have the same bits in both, except in `own_chunks` and with drafts, where
+plain transformers cannot take the same chunks. It holds for `attention: blockwise` and
+`gathered`, in fp32 and bf16, or the cell says for which.
 
-A number is a refusal: plain transformers cannot do it either, and kvtier raises `UnsupportedError`; see below.
+The largest differences of a logit: in fp32 {fp32_most:.1e}; in bf16 {bf16_most:.2f} times the plain model's own.
 
+A number is a refusal: plain transformers cannot do it either, and kvtier raises an error, see
+[below](#refused-by-generate-or-the-cache). Families that are missing are refused
+[when they are wrapped](#refused-when-wrapped).
 """
 
 
@@ -75,11 +103,13 @@ def work(family: str, modes: list[str], results: Any) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 outcome = run_cell(cell, Path(folder))
             if isinstance(outcome, Refused):
-                results.put((cell, "refused", outcome.text))
+                results.put((cell, Outcome("refused", outcome.text)))
             else:
-                results.put((cell, "exact", f"{outcome.steps} steps, {outcome.difference:.1e}"))
+                text = f"{outcome.steps} steps, {outcome.difference:.1e}"
+                share = outcome.difference / tolerance_of(cell.family, DTYPES[cell.dtype])
+                results.put((cell, Outcome("exact", text, outcome.difference, share)))
         except Exception as error:
-            results.put((cell, "FAILED", f"{type(error).__name__}: {error}"))
+            results.put((cell, Outcome("FAILED", f"{type(error).__name__}: {error}")))
         finally:
             signal.alarm(0)
 
@@ -93,10 +123,10 @@ def run(families: list[str], modes: list[str]) -> Results:
     def drain(seconds: float) -> None:
         try:
             while True:
-                cell, verdict, text = results.get(timeout=seconds)
-                found[cell] = (verdict, text)
-                if verdict == "FAILED":
-                    print(f"FAILED {'-'.join(cell)}: {text}", flush=True)
+                cell, outcome = results.get(timeout=seconds)
+                found[cell] = outcome
+                if outcome.verdict == "FAILED":
+                    print(f"FAILED {'-'.join(cell)}: {outcome.text}", flush=True)
         except queue.Empty:
             return
 
@@ -116,34 +146,69 @@ def run(families: list[str], modes: list[str]) -> Results:
                 process.join()
                 drain(0.5)
                 for cell in cells_of(family, modes):
-                    found.setdefault(cell, ("FAILED", f"its process ended with {process.exitcode} before it"))
+                    found.setdefault(cell, Outcome("FAILED", f"its process ended with {process.exitcode} before it"))
                 del running[family]
-                done = Counter(verdict for cell, (verdict, _) in found.items() if cell.family == family)
+                done = Counter(outcome.verdict for cell, outcome in found.items() if cell.family == family)
                 print(f"{family}: {dict(done)} in {time.monotonic() - started:.0f} s", flush=True)
     return found
 
 
-def table(found: Results, families: list[str], modes: list[str]) -> str:
+def tables(found: Results, families: list[str], modes: list[str]) -> Iterator[str]:
+    """A table for each kind of mode, what its modes are, and all refusals."""
     notes: list[str] = []
-    lines = ["| mode | " + " | ".join(families) + " |", "|---" * (len(families) + 1) + "|"]
-    for mode in modes:
-        marks = []
+    for title, names in TABLES.items():
+        chosen = [name for name in names if name in modes]
+        if not chosen:
+            continue
+        yield f"\n## {title}\n"
+        yield from (f"- `{name}`: {MODES_BY_NAME[name].description}" for name in chosen)
+        yield "\n| | " + " | ".join(f"`{name}`" for name in chosen) + " |\n|---" + "|---" * len(chosen) + "|"
         for family in families:
-            of = {cell: found[cell] for cell in cells_of(family, [mode])}
-            verdicts = {verdict for verdict, _ in of.values()}
-            if verdicts == {"exact"}:
-                marks.append("exact")
-            elif verdicts == {"refused"}:
-                note = next(iter(of.values()))[1].replace("\n", " ")
-                if note not in notes:
-                    notes.append(note)
-                marks.append(f"[{notes.index(note) + 1}]")
-            else:
-                marks.append(", ".join(f"{c.attention}/{c.dtype} {verdict}" for c, (verdict, _) in of.items()))
-        lines.append(f"| {mode} | " + " | ".join(marks) + " |")
-    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
-    failed = [f"- {'-'.join(cell)}: {text}" for cell, (verdict, text) in found.items() if verdict == "FAILED"]
-    return "\n".join(lines + (["", "Failed:", "", *failed] if failed else [])) + "\n"
+            yield f"| {family} | " + " | ".join(_mark(found, family, mode, notes) for mode in chosen) + " |"
+    if notes:
+        yield "\n## Refused by generate or the cache\n"
+        yield from (f"{number}. {note}" for number, note in enumerate(notes, 1))
+    yield "\n## Refused when wrapped\n"
+    yield "`TieredKV(model, ...)` raises `UnsupportedModelError`, and the model is as it was:\n"
+    yield from (f"- {name}: {_line(refusal(name))}" for name in REFUSED)
+    failed = {cell: outcome for cell, outcome in found.items() if outcome.verdict == "FAILED"}
+    if failed:
+        yield "\n## Failed\n"
+        yield from (f"- {'-'.join(cell)}: {_line(outcome.text)}" for cell, outcome in failed.items())
+
+
+def _mark(found: Results, family: str, mode: str, notes: list[str]) -> str:
+    of = {cell: found[cell] for cell in cells_of(family, [mode])}
+    verdicts = {outcome.verdict for outcome in of.values()}
+    if verdicts == {"exact"}:
+        return "exact"
+    if verdicts != {"refused"}:
+        return ", ".join(f"{cell.attention}/{cell.dtype} {outcome.verdict}" for cell, outcome in of.items())
+    note = _line(next(iter(of.values())).text)
+    if note not in notes:
+        notes.append(note)
+    return f"[{notes.index(note) + 1}]"
+
+
+def _line(text: str) -> str:
+    return text.replace("\n", " ")
+
+
+def document(found: Results, families: list[str], modes: list[str], seconds: float) -> str:
+    """docs/matrix.md."""
+    import kvtier
+
+    counts = Counter(outcome.verdict for outcome in found.values())
+    of = {dtype: [found[cell] for cell in found if cell.dtype == dtype] for dtype in DTYPES}
+    header = HEADER.format(
+        date=datetime.datetime.now(tz=datetime.UTC).date(), kvtier=kvtier.__version__,
+        transformers=transformers.__version__, torch=torch.__version__, python=platform.python_version(),
+        fp32=FP32_TOLERANCE, factor=BF16_FACTOR, machine=f"{platform.system()} {platform.machine()}", cells=len(found),
+        seconds=seconds, counts=", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())),
+        fp32_most=max((outcome.difference for outcome in of["fp32"]), default=0.0),
+        bf16_most=BF16_FACTOR * max((outcome.share for outcome in of["bf16"]), default=0.0),
+    )  # fmt: skip
+    return header + "\n".join(tables(found, families, modes)) + "\n"
 
 
 def main() -> int:
@@ -152,19 +217,10 @@ def main() -> int:
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(SERVED_FAMILIES))
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "matrix.md")
     chosen = parser.parse_args()
-    import kvtier
-
     start = time.monotonic()
     found = run(chosen.families, chosen.modes)
-    counts = Counter(verdict for verdict, _ in found.values())
-    header = HEADER.format(
-        date=datetime.datetime.now(tz=datetime.UTC).date(), kvtier=kvtier.__version__,
-        transformers=transformers.__version__, torch=torch.__version__, python=platform.python_version(),
-        fp32=FP32_TOLERANCE, bf16=BF16_FACTOR,
-        machine=f"{platform.system()} {platform.machine()}", cells=len(found), seconds=time.monotonic() - start,
-        counts=", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())),
-    )  # fmt: skip
-    chosen.output.write_text(header + table(found, chosen.families, chosen.modes))
+    chosen.output.write_text(document(found, chosen.families, chosen.modes, time.monotonic() - start))
+    counts = Counter(outcome.verdict for outcome in found.values())
     print(f"{dict(counts)}: {chosen.output}")
     return 1 if counts["FAILED"] else 0
 

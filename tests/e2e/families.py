@@ -34,14 +34,17 @@ from transformers import (
 
 from kvtier import TieredKV
 from kvtier.budget import split_gpu_budget
+from kvtier.errors import BudgetError
 from kvtier.hf import describe
-from kvtier.types import AttentionMode
+from kvtier.hf.untiered import UntieredLayers
+from kvtier.types import AttentionMode, LayerGroup
 
 VOCABULARY = 256
 CHUNK = 32
 BLOCK = 16
 MODES = ("blockwise", "gathered")
 MAX_TOKENS = 512  # gathered has room for one layer of so many
+UNTIERED_TOKENS = 400  # layers that are not tiered have room for so many a row
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -119,8 +122,8 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "granitemoehybrid": (
         GraniteMoeHybridConfig,
         dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, num_local_experts=0)
-        | dict(layer_types=["linear_attention", "full_attention"] * 2, shared_intermediate_size=96)
-        | dict(mamba_n_heads=4, mamba_d_state=16, mamba_d_head=32, mamba_chunk_size=16),
+        | dict(layer_types=["linear_attention", "full_attention"] * 2, shared_intermediate_size=96, mamba_expand=1)
+        | dict(mamba_n_heads=4, mamba_d_state=8, mamba_d_head=16, mamba_chunk_size=16),
     ),
 }
 ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}
@@ -164,32 +167,54 @@ def small_config(
     """A config whose gpu tier has about `gpu_slots` slots and whose cpu tier has `cpu_blocks`; 0 leaves a tier out.
 
     `rows` is how many a cache has at most: each more row brings slots for the blocks that a chunk fills, nvme and room
-    to gather. A prompt of 300 tokens exceeds gpu and cpu at every number of rows.
+    to gather. A prompt of 300 tokens exceeds gpu and cpu at every number of rows. Layers that are not tiered get room
+    of their own beside that.
     """
     gpu_slots = 2 + 3 * rows if gpu_slots is None else gpu_slots
     nvme = rows * 4 * 1024**2 if nvme is None else nvme
     config: dict[str, Any] = {"block_tokens": BLOCK, "prefill_chunk": CHUNK, "io_threads": 2, **values}
     config["attention"] = mode
-    shape = describe(model, config["block_tokens"]).shape
+    group = describe(model, config["block_tokens"])
+    shape = group.shape
+    layer_bytes = shape.token_bytes // shape.num_layers
     gpu_bytes = 0
     while True:
         gpu_bytes += shape.block_bytes
         try:
             split = split_gpu_budget(
-                gpu_bytes, shape, slot_bytes=shape.block_bytes, heads=model.config.num_attention_heads,
+                gpu_bytes, shape, slot_bytes=shape.block_bytes, heads=group.heads, wide=group.is_wide,
                 prefill_chunk=config["prefill_chunk"], mode=AttentionMode(mode), streams=bool(cpu_blocks or nvme),
+                writes_scores=group.writes_scores,
             )  # fmt: skip
-        except ValueError:
+        except BudgetError:
             continue
-        room = rows * MAX_TOKENS * shape.token_bytes // shape.num_layers
+        room = rows * MAX_TOKENS * layer_bytes
         if split.num_slots >= gpu_slots and (mode == "blockwise" or split.gather_bytes >= room + 64):
             break
-    tiers: dict[str, Any] = {"gpu": {"budget": gpu_bytes}}
+    gpu: dict[str, Any] = {"budget": gpu_bytes}
+    if group.num_untiered:
+        untiered_bytes = rows * _untiered_bytes(model, group)
+        gpu["budget"] = max(gpu_bytes + untiered_bytes, int(untiered_bytes / 0.9)) + 1  # for what rounding takes
+        gpu["untiered_frac"] = min(0.9, untiered_bytes / (gpu["budget"] - 1))
+    if rows > 1 and split.num_slots > gpu_slots:
+        # Room to gather brings more slots than the rows fill, which share their prompt's blocks.
+        gpu |= {"high": gpu_slots / split.num_slots, "low": 0.9 * gpu_slots / split.num_slots}
+    tiers = {"gpu": gpu}
     if cpu_blocks:
         tiers["cpu"] = {"budget": cpu_blocks * (shape.block_bytes + 64)}
     if nvme:
         tiers["nvme"] = {"budget": nvme, "path": str(folder / "nvme")}
     return {**config, "tiers": tiers}
+
+
+@torch.no_grad()
+def _untiered_bytes(model: Any, group: LayerGroup) -> int:
+    """What layers that are not tiered hold of a row at most: what they record for a crop counts until the next one."""
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(tokens(UNTIERED_TOKENS), cache=cache, logits_to_keep=1)
+    held = UntieredLayers({index: layer for index, layer in enumerate(cache.layers) if index not in group.layers})
+    return held.num_bytes
 
 
 GREEDY: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """Every mode of generation as one function that runs the same on plain transformers and on kvtier.
 
 Each makes calls on a `Side`, which records the logits of every choice. Prompts are far longer than the small budgets'
-gpu and cpu tiers, and a cache sees three turns: a prompt, then twice the transcript and something new.
+gpu and cpu tiers, and a cache sees three turns: a prompt, then twice the transcript and something new. A mode's
+docstring is its line in `docs/matrix.md`.
 """
 
 from __future__ import annotations
@@ -32,17 +33,26 @@ class Mode:
     rows: int = 1
     """The most rows that a cache of it has."""
     at_least: int = 3 * ANSWER
-    """Steps that are compared at least, if nothing diverges."""
+    """Steps that are compared at least."""
+    same_chunks: bool = True
+    """Whether plain transformers takes prompts in chunks of kvtier's size: `gathered` then gives its bits."""
+
+    @property
+    def description(self) -> str:
+        """What it does, in a sentence for users."""
+        return str(self.run.__doc__).strip()
 
 
 MODES_BY_NAME: dict[str, Mode] = {}
 
 
-def mode(rows: int = 1, at_least: int = 3 * ANSWER) -> Callable[[Callable[[Side, str], None]], Any]:
+def mode(
+    rows: int = 1, at_least: int = 3 * ANSWER, same_chunks: bool = True
+) -> Callable[[Callable[[Side, str], None]], Any]:
     """Enter a function, under its own name, into `MODES_BY_NAME`."""
 
     def enter(run: Callable[[Side, str], None]) -> Callable[[Side, str], None]:
-        MODES_BY_NAME[run.__name__] = Mode(run, rows, at_least)
+        MODES_BY_NAME[run.__name__] = Mode(run, rows, at_least, same_chunks)
         return run
 
     return enter
@@ -58,6 +68,7 @@ def more(transcript: torch.Tensor, turn: int) -> torch.Tensor:
 
 @mode()
 def greedy(side: Side, family: str) -> None:
+    """`generate`, three turns on one cache, each with the whole transcript."""
     cache, ids = side.new_cache(), tokens(PROMPT)
     for turn in range(3):
         ids = more(side.generate(ids, cache, **QUIET), turn)
@@ -65,15 +76,16 @@ def greedy(side: Side, family: str) -> None:
 
 @mode()
 def sampling(side: Side, family: str) -> None:
+    """The same with `do_sample=True`, a temperature and a seed."""
     cache, ids = side.new_cache(), tokens(PROMPT)
     for turn in range(3):
         torch.manual_seed(turn)
         ids = more(side.generate(ids, cache, **SAMPLING), turn)
 
 
-@mode()
+@mode(same_chunks=False)
 def own_chunks(side: Side, family: str) -> None:
-    """The user's own prefill_chunk_size, no multiple of kvtier's."""
+    """With a `prefill_chunk_size` of the user's own, no multiple of kvtier's."""
     cache, ids = side.new_cache(), tokens(PROMPT)
     for turn in range(3):
         ids = more(side.generate(ids, cache, prefill_chunk_size=48, **QUIET), turn)
@@ -81,7 +93,7 @@ def own_chunks(side: Side, family: str) -> None:
 
 @mode()
 def new_tokens_only(side: Side, family: str) -> None:
-    """A filled cache and new tokens alone; the mask covers all."""
+    """`generate` with a filled cache and the new tokens alone; the mask covers all."""
     cache, ids, total = side.new_cache(), tokens(PROMPT), PROMPT
     for turn in range(3):
         out = side.generate(ids, cache, attention_mask=torch.ones(1, total, dtype=torch.long), **QUIET)
@@ -91,7 +103,7 @@ def new_tokens_only(side: Side, family: str) -> None:
 
 @mode(at_least=PROMPT + 2 * ADDED)
 def forward_by_hand(side: Side, family: str) -> None:
-    """Prompts in one call each, then a loop that feeds token by token, the same on every side."""
+    """`model(...)`: prompts in one call each, and a loop that feeds token by token."""
     cache, said = side.new_cache(), greedy_answer(family, side.model.dtype, 40)
     side.forward(tokens(PROMPT), cache)
     for turn in range(3):
@@ -132,7 +144,7 @@ class Heard(BaseStreamer):
 
 @mode(at_least=30)
 def every_extra(side: Side, family: str) -> None:
-    """Streamer, stopping criteria, logits processor and max_time in one call."""
+    """A streamer, stopping criteria, a logits processor, `max_time` and `output_scores` in one call."""
     cache, ids = side.new_cache(), tokens(PROMPT)
     for turn in range(3):
         heard, length = Heard(), ids.shape[1] + 10
@@ -167,9 +179,9 @@ class Parrot(LogitsProcessor):  # type: ignore[no-untyped-call]
         return scores
 
 
-@mode()
+@mode(same_chunks=False)
 def prompt_lookup(side: Side, family: str) -> None:
-    """A prompt that repeats itself, so that there are candidates; some are right."""
+    """`prompt_lookup_num_tokens`, on a prompt that repeats itself; some candidates are right."""
     ids = tokens(PROMPT // 3).repeat(1, 3)
     _drafts(side, ids, prompt_lookup_num_tokens=4, logits_processor=[Parrot()])
 
@@ -181,11 +193,13 @@ def greedy_answer(family: str, dtype: torch.dtype, length: int) -> torch.Tensor:
     return torch.as_tensor(model.generate(ids, max_new_tokens=length, do_sample=False)[:, ids.shape[1] :])
 
 
-@mode()
+@mode(same_chunks=False)
 def assistant_often_right(side: Side, family: str) -> None:
+    """`assistant_model`, one that drafts nearly what the model says."""
     _drafts(side, tokens(PROMPT), assistant_model=assistant(family, side.model.dtype, good=True))
 
 
-@mode()
+@mode(same_chunks=False)
 def assistant_rarely_right(side: Side, family: str) -> None:
+    """`assistant_model`, one whose drafts are nearly all rejected."""
     _drafts(side, tokens(PROMPT), assistant_model=assistant(family, side.model.dtype, good=False))

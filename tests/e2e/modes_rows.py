@@ -9,7 +9,7 @@ import torch
 
 from tests.e2e.families import tiny, tokens
 from tests.e2e.modes import ADDED, ANSWER, PAD, PROMPT, QUIET, SAMPLING, mode, more
-from tests.e2e.sides import Side, other_rows
+from tests.e2e.sides import Side, other_rows, repeat_rows, select_rows
 
 LENGTHS = (PROMPT, 260, 171)  # of a batch's rows
 # Of rows padded on the right that generate goes on with: it chooses the first token from the logits of padding. Where a
@@ -23,23 +23,23 @@ _BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": ANSWER, "do_sample":
 
 @mode(rows=3)
 def beams(side: Side, family: str) -> None:
-    """Three searches on fresh caches with a growing transcript; at the end all rows of the cache go on."""
+    """`num_beams=3`, on fresh caches with a growing transcript; at the end all rows of the cache go on."""
     ids = tokens(PROMPT)
     for turn in range(3):
         cache = side.new_cache()
-        ids = more(side.generate(ids, cache, beams=True, fresh=turn < 2, num_return_sequences=2, **_BEAMS)[:1], turn)
+        ids = more(side.generate(ids, cache, beams=True, num_return_sequences=2, **_BEAMS)[:1], turn)
     side.generate(more(_held(side), 3), cache, **QUIET)
 
 
 @mode(rows=3)
 def beams_continued(side: Side, family: str) -> None:
-    """Three searches on one cache: between two of them only one row is kept, and repeated."""
+    """Three searches on one cache: between two of them one row is selected, and repeated."""
     cache, ids = side.new_cache(), tokens(PROMPT)
     for turn in range(3):
         side.generate(ids, cache, beams=True, num_return_sequences=2, **_BEAMS)
         ids = more(_held(side)[1:2], turn)
-        cache.batch_select_indices(torch.tensor([1]))
-        cache.batch_repeat_interleave(3)
+        select_rows(side, cache, [1])
+        repeat_rows(side, cache, 1, 3)
 
 
 def _held(side: Side) -> torch.Tensor:
@@ -50,13 +50,12 @@ def _held(side: Side) -> torch.Tensor:
 
 @mode(rows=3)
 def beam_sampling(side: Side, family: str) -> None:
+    """`num_beams=3` with `do_sample=True` and a seed."""
     ids = tokens(PROMPT)
     for turn in range(3):
         torch.manual_seed(turn)
         how = _BEAMS | {"do_sample": True, "top_k": 0, "temperature": 1.0}
-        ids = more(
-            side.generate(ids, side.new_cache(), beams=True, fresh=True, num_return_sequences=2, **how)[:1], turn
-        )
+        ids = more(side.generate(ids, side.new_cache(), beams=True, num_return_sequences=2, **how)[:1], turn)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -74,7 +73,9 @@ def padded(left: bool, lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor
 def _next_turn(out: torch.Tensor, mask: torch.Tensor, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a row answered after its end is padding, and becomes hidden although the cache holds it."""
     answered = out[:, mask.shape[1] :]
-    mask = torch.cat([mask, (answered != PAD).long(), torch.ones(len(out), ADDED, dtype=torch.long)], dim=1)
+    # The model may say PAD too: only what is followed by nothing else is padding.
+    said = (answered != PAD).long().flip(1).cummax(1).values.flip(1)
+    mask = torch.cat([mask, said, torch.ones(len(out), ADDED, dtype=torch.long)], dim=1)
     return more(out, turn), mask
 
 
@@ -101,12 +102,13 @@ def _batch(side: Side, family: str, left: bool) -> None:
 
 @mode(rows=3, at_least=ANSWER + 2)
 def left_padded(side: Side, family: str) -> None:
+    """Three prompts of several lengths, padded on the left; rows end at `eos_token_id`, each at its own step."""
     _batch(side, family, left=True)
 
 
 @mode(rows=3, at_least=ANSWER + 2)
 def right_padded(side: Side, family: str) -> None:
-    """The holes stay in the middle of a row, for good. generate takes the first choice from a hole's own logits."""
+    """The same padded on the right: the holes stay in the middle of the rows, for good."""
     _batch(side, family, left=False)
 
 
@@ -123,35 +125,29 @@ def _batch_by_hand(side: Side, left: bool) -> None:
 
 @mode(rows=3, at_least=sum(LENGTHS))
 def left_padded_by_hand(side: Side, family: str) -> None:
-    """Logits of every token but padding."""
+    """`model(...)` of such a batch: the logits of every token but padding."""
     _batch_by_hand(side, left=True)
 
 
 @mode(rows=3, at_least=sum(LENGTHS))
 def right_padded_by_hand(side: Side, family: str) -> None:
-    """Logits of every token but padding."""
+    """The same padded on the right."""
     _batch_by_hand(side, left=False)
 
 
 @mode(rows=4)
 def padded_beams(side: Side, family: str) -> None:
+    """`num_beams=2` on two prompts, padded on the left."""
     ids, mask = padded(left=True, lengths=LENGTHS[:2])
     for turn in range(3):
-        out = side.generate(
-            ids,
-            side.new_cache(),
-            beams=True,
-            fresh=True,
-            attention_mask=mask,
-            pad_token_id=PAD,
-            **_BEAMS | {"num_beams": 2},
-        )
+        how = _BEAMS | {"num_beams": 2, "pad_token_id": PAD}
+        out = side.generate(ids, side.new_cache(), beams=True, attention_mask=mask, **how)
         ids, mask = _next_turn(out, mask, turn)
 
 
 @mode(rows=3)
 def return_sequences(side: Side, family: str) -> None:
-    """Three samples of one prompt, which go on as three rows."""
+    """`num_return_sequences=3`: samples of one prompt, which go on as three rows."""
     cache, ids = side.new_cache(), tokens(PROMPT)
     for turn in range(3):
         torch.manual_seed(turn)
@@ -164,7 +160,7 @@ def return_sequences(side: Side, family: str) -> None:
 
 @mode(rows=3, at_least=3 * PROMPT)
 def reordered(side: Side, family: str) -> None:
-    """reorder_cache, with rows that are doubled and dropped, and reset."""
+    """`cache.reorder_cache`, with rows that are doubled and dropped, and `cache.reset`."""
     cache = side.new_cache()
     side.forward(other_rows(3, PROMPT, 1), cache)
     for turn, order in enumerate(([2, 0, 1], [1, 1, 0], [0, 2, 2], [0, 1, 2])):
@@ -177,16 +173,16 @@ def reordered(side: Side, family: str) -> None:
 
 @mode(rows=4, at_least=PROMPT)
 def rows_come_and_go(side: Side, family: str) -> None:
-    """batch_repeat_interleave and batch_select_indices."""
+    """`cache.batch_repeat_interleave` and `cache.batch_select_indices`."""
     cache = side.new_cache()
     side.forward(tokens(PROMPT), cache)
     rows = 1
     for turn, change in enumerate((3, [2, 0], 2, [1, 2], [1], 2, [1, 0, 1], [2])):
         if isinstance(change, int):
-            cache.batch_repeat_interleave(change)
+            repeat_rows(side, cache, rows, change)
             rows *= change
         else:
-            cache.batch_select_indices(torch.tensor(change))
+            select_rows(side, cache, change)
             rows = len(change)
         side.forward(other_rows(rows, 1 + 6 * turn, 10 + turn), cache)
 
@@ -199,7 +195,7 @@ def _croppable(side: Side, cache: Any) -> None:
 
 @mode(rows=2, at_least=2 * PROMPT)
 def cropped(side: Side, family: str) -> None:
-    """crop by sizes within a block and across many, 0 among them, two rows."""
+    """`cache.crop` by 0 to 150 tokens, within a block and across many, two rows."""
     cache = side.new_cache()
     cache.activate_past_recording()  # or a window forgets what a crop would bring back
     side.forward(other_rows(2, PROMPT, 1), cache)
@@ -213,7 +209,7 @@ def cropped(side: Side, family: str) -> None:
 
 @mode(at_least=4 * ANSWER)
 def crop_and_answer_again(side: Side, family: str) -> None:
-    """Back by 5 to 150 tokens, and on with others."""
+    """`cache.crop` between two calls of `generate`: back by 0 to 150 tokens, and on with others."""
     cache, ids = side.new_cache(), tokens(PROMPT)
     cache.activate_past_recording()
     for turn, (size, added) in enumerate(((5, 150), (150, 45), (40, ADDED), (0, 0))):

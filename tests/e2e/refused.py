@@ -20,6 +20,8 @@ from transformers import (
     T5Config,
 )
 
+from kvtier import TieredKV
+from kvtier.errors import UnsupportedModelError
 from tests.e2e.families import VOCABULARY, WINDOW
 
 _LATENT: dict[str, Any] = dict(
@@ -57,7 +59,7 @@ REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
         | dict(encoder_ffn_dim=96, decoder_ffn_dim=96),
         "encoder-decoder",
     ),
-    "window everywhere": (MistralConfig, dict(_LLAMA, sliding_window=WINDOW), "window"),
+    "window everywhere": (MistralConfig, dict(_LLAMA, sliding_window=WINDOW), "Sliding"),
     "dynamic rope": (
         LlamaConfig,
         dict(_LLAMA, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0), max_position_embeddings=64),
@@ -76,3 +78,12 @@ def refused_model(name: str) -> Any:
     model = auto.from_config(ready).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+def refusal(name: str) -> str:
+    """What kvtier says when it is to wrap the model."""
+    try:
+        TieredKV(refused_model(name), {"tiers": {"gpu": {"budget": "64MiB"}}})
+    except UnsupportedModelError as error:
+        return str(error)
+    raise AssertionError(f"{name} was wrapped")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.e2e.cells import DTYPES, PLAIN_REFUSALS, Refused, check, reference
+from tests.e2e.cells import PLAIN_REFUSALS, Refused, check, reference
 from tests.e2e.families import FAMILIES, tiny
 from tests.e2e.modes import ANSWER, MODES_BY_NAME
 from tests.e2e.sides import FP32_TOLERANCE, Side, compare, plain_side, tolerance_of
@@ -22,7 +22,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "family"), SAMPLE, ids="-".join)
+@pytest.mark.parametrize(("mode", "family"), SAMPLE)
 def test_whole_prompts_against_chunks(mode: str, family: str) -> None:
     chunked = reference(mode, family, "fp32")
     if isinstance(chunked, Refused):
@@ -32,16 +32,16 @@ def test_whole_prompts_against_chunks(mode: str, family: str) -> None:
     check(compare(whole, chunked, FP32_TOLERANCE), mode)
 
 
-@pytest.mark.parametrize("mode", MODES_BY_NAME)
+@pytest.mark.parametrize("mode", ["sampling", "beams", "beam_sampling", "left_padded", "prompt_lookup", "cropped"])
 def test_whole_prompts_against_chunks_in_bfloat16(mode: str) -> None:
     chunked = reference(mode, "gemma3", "bf16")
     assert isinstance(chunked, Side)
     whole = plain_side(tiny("gemma3", torch.bfloat16), chunk=None, follow=chunked)
     MODES_BY_NAME[mode].run(whole, "gemma3")
-    check(compare(whole, chunked, tolerance_of("gemma3", torch.bfloat16), near_ties=True), mode)
+    check(compare(whole, chunked, tolerance_of("gemma3", torch.bfloat16)), mode)
 
 
-@pytest.mark.parametrize(("mode", "family"), PLAIN_REFUSALS, ids="-".join)
+@pytest.mark.parametrize(("mode", "family"), PLAIN_REFUSALS)
 def test_what_plain_transformers_refuses(mode: str, family: str) -> None:
     assert isinstance(reference(mode, family, "fp32"), Refused)
 
@@ -89,8 +89,6 @@ class NeverReorders(DynamicCache):
 
 
 class ForgetsALayer(DynamicCache):
-    """Too little for the tolerance of 16 bits where beams differ in their last tokens alone: fp32 must find it."""
-
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         for layer in self.layers[:-1]:
             layer.reorder_cache(beam_idx)
@@ -154,38 +152,25 @@ BROKEN: dict[type, tuple[str, ...]] = {
 }
 
 
-ONE_DTYPE: dict[type, tuple[str, ...]] = {ForgetsALayer: ("fp32",), TakesAnotherBlock: ("bf16",)}
-
-
-@pytest.mark.parametrize(
-    ("broken", "mode", "dtype"),
-    [
-        (broken, mode, dtype)
-        for broken, modes in BROKEN.items()
-        for mode in modes
-        for dtype in ONE_DTYPE.get(broken, tuple(DTYPES))
-    ],
-)
-def test_what_is_broken_is_found(broken: Callable[..., Any], mode: str, dtype: str) -> None:
-    model, plain = tiny("llama", DTYPES[dtype]), reference(mode, "llama", dtype)
+@pytest.mark.parametrize(("broken", "mode"), [(broken, mode) for broken, modes in BROKEN.items() for mode in modes])
+def test_what_is_broken_is_found(broken: Callable[..., Any], mode: str) -> None:
+    """In 16 bits, whose tolerance is a thousand times that of 32."""
+    model, plain = tiny("llama", torch.bfloat16), reference(mode, "llama", "bf16")
     assert isinstance(plain, Side)
-    follow = plain if dtype == "bf16" else None
     if broken is NoMask:
-        side: Side = NoMask(model, model, lambda: DynamicCache(config=model.config), 32, follow)
+        side: Side = NoMask(model, model, lambda: DynamicCache(config=model.config), 32, plain)
     else:
-        side = plain_side(model, kind=broken, follow=follow)  # type: ignore[arg-type]
+        side = plain_side(model, kind=broken, follow=plain)  # type: ignore[arg-type]
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         MODES_BY_NAME[mode].run(side, "llama")
-        check(compare(side, plain, tolerance_of("llama", DTYPES[dtype]), near_ties=follow is not None), mode)
+        check(compare(side, plain, tolerance_of("llama", torch.bfloat16)), mode)
 
 
-def test_beams_in_another_order_are_no_near_tie() -> None:
-    plain, other = (plain_side(tiny()) for _ in range(2))
-    for side in (plain, other):
-        MODES_BY_NAME["beams"].run(side, "llama")
-    assert compare(other, plain, 0.0, near_ties=True).near_ties == 0
-    assert other.calls[1].ids is not None
-    other.calls[1].ids = other.calls[1].ids.flip(0)
-    with pytest.raises(AssertionError, match="no near tie"):
-        compare(other, plain, 1e-4, near_ties=True)
-    assert compare(other, plain, 10.0, near_ties=True).near_ties == 1
+@pytest.mark.parametrize("mode", ["sampling", "beams", "beam_sampling", "prompt_lookup"])
+def test_a_run_that_follows_makes_the_same_choices_and_keeps_its_own_logits(mode: str) -> None:
+    plain = reference(mode, "llama", "fp32")
+    assert isinstance(plain, Side)
+    other = plain_side(tiny("llama", torch.bfloat16), follow=plain)
+    MODES_BY_NAME[mode].run(other, "llama")
+    verdict = check(compare(other, plain, 10.0), mode)
+    assert verdict.difference > 0.05
