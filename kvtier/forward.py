@@ -93,6 +93,7 @@ class _SplitForward:
             raise UnsupportedError("use_cache=False with a TieredCache: leave the cache out to run without one")
         self._drop_held()
         inputs = CallInputs.read(arguments, self._batch.length)
+        self._state.check_positions(arguments, inputs.num_columns)
         self._state.take_rows(inputs.num_rows)
         self._state.check_weights()
         return inputs, columns_masked_since(self._batch, arguments.get("attention_mask"))
@@ -159,6 +160,10 @@ class _SplitForward:
     @staticmethod
     def _collect(pieces: dict[str, list[Any]], out: Any, kept: int) -> None:
         """Keep of a chunk's output what the answer has of it: a prompt's logits may be gigabytes."""
+        if out.get("router_logits") is not None:
+            raise UnsupportedError(
+                "output_router_logits cannot be joined over chunks: pass at most prefill_chunk tokens"
+            )
         for name in _JOINED:
             if out.get(name) is not None and (name != "logits" or kept):
                 pieces.setdefault(name, []).append(out[name])
@@ -172,6 +177,11 @@ class _SplitForward:
                 f"gpu budget has room for {size} new tokens in {self._batch.num_rows} rows: raise tiers.gpu.budget or "
                 "lower prefill_chunk"
             )
+        if self._inputs.new_mask is not None and self._runtime.group.num_untiered and left - size == 1:
+            # transformers does not mask a chunk of one column in linear layers: padding must not be alone in one.
+            size -= 1
+            if size == 0:
+                raise BudgetError("a padded batch needs room for two new tokens a row: raise tiers.gpu.budget")
         return size
 
     def _tokens_kept(self, end: int) -> int:

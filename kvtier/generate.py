@@ -40,18 +40,15 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
         positional = dict(zip(("inputs", "generation_config"), args, strict=False))
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-        with runtime.turn:
-            call = _Call(original, cache, positional | kwargs)
-            call.check()
-            kwargs.update(call.overrides())
-            cache.state.enter()
-            cache.state.held_of_prompt = call.held_of_prompt()
-        kwargs[keyword] = cache
+        call = _Call(original, cache, positional | kwargs)
+        kwargs = kwargs | call.overrides() | {keyword: cache}
+        cache.state.enter(call.changes())
         try:
+            call.check()
+            cache.state.held_of_prompt = call.held_of_prompt()
             return original(*args, **kwargs)
         finally:
-            with runtime.turn:
-                cache.state.leave()
+            cache.state.leave()
 
     return WrappedMethod(original, generate)
 
@@ -116,8 +113,22 @@ class _Call:
 
     def held_of_prompt(self) -> int:
         """Columns that the first forward must leave out: assisted decoding passes the whole prompt to it."""
-        is_assisted = any(self._generation.value(name) is not None for name in _ASSISTED)
+        is_assisted = self._is_assisted and self._generation.num_copies == 1  # transformers ignores drafts for beams
         return self._cache.state.batch.length if is_assisted and not self._passes_new_tokens_only() else 0
+
+    @property
+    def _is_assisted(self) -> bool:
+        return any(self._generation.value(name) is not None for name in _ASSISTED)
+
+    def changes(self) -> frozenset[str]:
+        """Operations of a cache that transformers itself uses in this mode; nobody else may while it runs."""
+        names = {"reorder_cache"} if (self._generation.value("num_beams") or 1) > 1 else set()
+        return frozenset(names | {"crop"} if self._is_assisted or self._defers_stop else names)
+
+    @property
+    def _defers_stop(self) -> bool:
+        """Devices on which transformers computes one step too many and crops it."""
+        return self._cache.state.runtime.group.device.split(":")[0] not in ("cpu",)
 
     def _check_embeds(self) -> None:
         batch = self._cache.state.batch

@@ -229,6 +229,7 @@ class TierManager(Sequences):
 
     def poll(self) -> None:
         """Do what is due between steps; waits for nothing. O(moves finished + blocks of running sequences)."""
+        self.drain_left()
         self.drain_dropped()
         self.upkeep.run(self.running())
 

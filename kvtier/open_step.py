@@ -34,7 +34,6 @@ class OpenStep:
         self._memory, self.step, self._plan = memory, step, plan
         self._metrics = step.batch.metrics
         self._new: dict[int, tuple[int, int]] = {}
-        self._wide = self._rows_of_many_pieces() if memory.group.is_wide else [False] * len(step.rows)
         self.causal_masks: list[torch.Tensor] = []
         """Plain causal masks that were made in this step: the only ones that a tiered layer may be given."""
 
@@ -131,21 +130,20 @@ class OpenStep:
         kv_heads, heads, num_new = self._memory.group.shape.kv_heads, query.shape[1], self.step.num_new
         row_queries = [query[row : row + 1] for row in range(query.shape[0])]
         packed = [pack(row_query, kv_heads) for row_query in row_queries]
-        merges_sinks = sinks is not None and self._memory.group.is_wide
-        kernels = [Kernel(scale, softcap, wide or merges_sinks) for wide in self._wide]
+        kernel = Kernel(scale, softcap, self._memory.group.is_wide)
         parts: list[list[Partial]] = [[] for _ in row_queries]
         for number, piece_keys, piece_values in self._past(position):
-            parts[number].append(partial_attention(packed[number], piece_keys, piece_values, kernels[number]))
+            parts[number].append(partial_attention(packed[number], piece_keys, piece_values, kernel))
             if num_new > 1:
                 parts[number] = [merge(parts[number])]  # a chunk's partial results are large: never more than one group
         outputs: list[torch.Tensor] = []
         for number, row in enumerate(self.step.rows):
             new = slice(number, number + 1)
             if row.is_full and num_new > 1:
-                parts[number].append(causal_attention(row_queries[number], keys[new], values[new], kernels[number]))
+                parts[number].append(causal_attention(row_queries[number], keys[new], values[new], kernel))
             elif row.new.runs and not row.is_full:
                 runs = [(run.first, run.count) for run in row.new.runs]
-                part = padded_attention(row_queries[number], keys[new], values[new], runs, kernels[number])
+                part = padded_attention(row_queries[number], keys[new], values[new], runs, kernel)
                 parts[number].append(part)
             if not parts[number]:
                 outputs.append(query.new_zeros((1, num_new, heads, values.shape[-1])))
@@ -154,19 +152,6 @@ class OpenStep:
                 parts[number].append(sink_attention(sinks, kv_heads, num_new, values.shape[-1]))
             outputs.append(finish(parts[number], heads, query.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _rows_of_many_pieces(self) -> list[bool]:
-        """By row: a row of one piece is computed as the plain model would, and is not rounded twice."""
-        num_pieces = [len(plan.resident) for plan in self._plan.rows]
-        for source in self._plan.streamed:
-            for number in source.rows:
-                num_pieces[number] += 1
-        for number, row in enumerate(self.step.rows):
-            if self.step.num_new == 1:
-                num_pieces[number] += bool(row.writes) or row.tail_slot is not None
-            else:
-                num_pieces[number] += (row.tail_slot is not None) + bool(row.writes)
-        return [count > 1 for count in num_pieces]
 
     def _past(self, position: int) -> Iterator[_Piece]:
         """Pieces that every new column of a row sees whole: full blocks wherever they lie, and the committed tail.

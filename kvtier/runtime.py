@@ -221,10 +221,10 @@ class Runtime:
         self.untiered_peak_bytes = max(self.untiered_peak_bytes, total)
         return total
 
-    def check_untiered(self) -> None:
-        """Raise BudgetError if those layers hold more than the gpu budget leaves them."""
+    def check_untiered(self, more_bytes: int = 0) -> None:
+        """Raise BudgetError if those layers hold more than the gpu budget leaves them, or would with `more_bytes`."""
         room = self.gpu_budget.untiered_bytes
-        if self.group.num_untiered and (held := self.untiered_bytes()) > room:
+        if self.group.num_untiered and (held := self.untiered_bytes() + more_bytes) > room:
             raise BudgetError(
                 f"the {self.group.num_untiered} layers that are not tiered (windows, linear attention) would hold "
                 f"{held} bytes in {len(self.untiered)} caches, and tiers.gpu.budget leaves them {room}: raise it or "

@@ -29,6 +29,8 @@ class Sequences:
         self.tables: dict[SequenceId, BlockTable] = {}
         self.dropped: deque[Batch] = deque()
         """Batches whose cache was garbage-collected. Finalizers append here and take no lock."""
+        self.left: deque[Batch] = deque()
+        """Batches whose call has ended; appended without the turn, which a Ctrl-C may keep a call from getting."""
         self._running: dict[Batch, int] = {}
         self._last: Batch | None = None
         self._next_sequence = 0
@@ -135,6 +137,11 @@ class Sequences:
         """Drop what finalizers have left."""
         while self.dropped:
             self.drop(self.dropped.popleft())
+
+    def drain_left(self) -> None:
+        """Take back the `enter`s of calls that have ended."""
+        while self.left:
+            self.leave(self.left.popleft())
 
     # -- running and idle -------------------------------------------------------------------------------------------
 

@@ -13,6 +13,10 @@ from kvtier.generate import Generation
 from kvtier.hf import CACHE_NAMES, TieredCache, check_one_adapter
 
 
+# Tensors that do not change the KV of the transcript.
+_TENSORS = ("attention_mask", "negative_prompt_ids", "negative_prompt_attention_mask")
+
+
 class Sessions:
     """The conversations of one wrapper, by name."""
 
@@ -24,7 +28,7 @@ class Sessions:
         """The session of that name, a new one if there is none."""
         _check_name(name)
         if name not in self._caches:
-            self._caches[name] = self._new_cache()
+            self._caches.setdefault(name, self._new_cache())  # another thread may have been first
         return Session(name, self)
 
     def cache(self, name: str) -> TieredCache:
@@ -37,11 +41,11 @@ class Sessions:
     def fork(self, name: str, new_name: str) -> Session:
         """A session that shares every block by count. Raises SessionExistsError, with nothing changed."""
         _check_name(new_name)
-        if new_name in self._caches:
+        twin = self.cache(name).fork()
+        if self._caches.setdefault(new_name, twin) is not twin:
             raise SessionExistsError(
                 f"fork: there is a session {new_name!r} already: delete() it first, or use another name"
             )
-        self._caches[new_name] = self.cache(name).fork()
         return Session(new_name, self)
 
     def delete(self, name: str) -> None:
@@ -55,10 +59,10 @@ class Sessions:
         """See `Session.generate`."""
         cache = self.cache(name)
         state = cache.state
-        with state.runtime.turn:
-            state.enter()  # before anything is cropped: another thread may be generating on this session
+        state.enter()  # before anything is cropped: another thread may be generating on this session
         try:
             num_copies = Generation(self._model, kwargs).num_copies
+            _keep_one_row(cache, input_ids[0].tolist())  # a call that was interrupted twice may have left more
             _go_back(cache, input_ids[0].tolist())
             if num_copies > 1:
                 cache.batch_repeat_interleave(num_copies)
@@ -70,8 +74,7 @@ class Sessions:
             _keep_one_row(cache, input_ids[0].tolist())
             raise
         finally:
-            with state.runtime.turn:
-                state.leave()
+            state.leave()
 
 
 class Session:
@@ -127,6 +130,12 @@ class Session:
                 raise UnsupportedError(
                     f"session.generate({name}=…): a session has its own cache, and takes input_ids only"
                 )
+        others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TENSORS]
+        if others:
+            raise UnsupportedError(
+                f"session.generate({others[0]}=…): a session compares token ids alone, and could serve what was computed "
+                "with another; use tiered.new_cache()"
+            )
         mask = kwargs.pop("attention_mask", None)
         if mask is not None and (tuple(mask.shape) != tuple(input_ids.shape) or not bool((mask != 0).all())):
             raise UnsupportedError("session.generate: padding is of no use in one row: pass the transcript without it")

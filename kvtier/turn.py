@@ -35,8 +35,9 @@ class Turn:
         self._pending: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> Turn:
-        handlers = self._hold_back()
+        handlers: dict[int, _Handler] = {}
         try:
+            self._hold_back(handlers)
             self._acquire(handlers)
         except BaseException:
             self._put_back(handlers)
@@ -51,6 +52,9 @@ class Turn:
         handlers: dict[int, _Handler] = {}
         if self._depth == 1:
             handlers, self._handlers = self._handlers, handlers
+        if handlers and kind is KeyboardInterrupt:
+            # More of what is being delivered already: it must not come out of a later call.
+            self._pending = [each for each in self._pending if each[0] != signal.SIGINT]
         self._release()
         self._put_back(handlers)
         if kind is not KeyboardInterrupt:
@@ -101,23 +105,31 @@ class Turn:
 
     # -- signals ------------------------------------------------------------------------------------------------------
 
-    def _hold_back(self) -> dict[int, _Handler]:
-        """Note signals from here on; returns the handlers to put back, none where there is nothing to do."""
+    def _hold_back(self, handlers: dict[int, _Handler]) -> None:
+        """Note signals from here on, and the handlers to put back, none where there is nothing to do."""
         if threading.current_thread() is not threading.main_thread():
-            return {}
-        handlers: dict[int, _Handler] = {}
+            return
         for number in _SIGNALS:
             handler = signal.getsignal(number)
             # Only what Python code handles can raise; ours is there already in an inner turn.
             if callable(handler) and handler != self._note:
-                handlers[number] = handler
+                handlers[number] = handler  # first: the next line may raise what came just before it
                 signal.signal(number, self._note)
-        return handlers
 
     @staticmethod
     def _put_back(handlers: dict[int, _Handler]) -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        """All of them, whatever those that are back already raise meanwhile: a handler that is lost is a lost Ctrl-C."""
+        left = list(handlers.items())
+        raised: BaseException | None = None
+        while left:
+            try:
+                while left:
+                    signal.signal(*left[-1])
+                    left.pop()
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pending.append((number, frame))

@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
     """What became of a cell."""
 
     verdict: str
-    """`exact`, `refused` or `FAILED`."""
+    """`exact`, `exact*`, `refused` or `FAILED`."""
     text: str
     """What was compared, or the reason."""
     difference: float = 0.0
@@ -74,6 +74,11 @@ the plain model's own logits change with its prefill chunk size, along the token
 chose. In `attention: gathered` all logits have the same bits in both, except in `own_chunks` and with drafts, where
 plain transformers cannot take the same chunks. It holds for `attention: blockwise` and
 `gathered`, in fp32 and bf16, or the cell says for which.
+
+**exact\*** means: in blockwise bf16 the plain model as it is differs by more than that ({starred} cells, {starred_most:.2f} times its own
+chunking difference at most), and the plain model whose attention is computed in fp32 and rounded once does not. torch's
+CPU kernel rounds the softmax weights to 16 bits, alike in every chunk size; kvtier does not
+([ADR 0009](adr/0009-sixteen-bits.md)).
 
 The largest differences of a logit: in fp32 {fp32_most:.1e}; in bf16 {bf16_most:.2f} times the plain model's own.
 
@@ -106,8 +111,8 @@ def work(family: str, modes: list[str], results: Any) -> None:
                 results.put((cell, Outcome("refused", outcome.text)))
             else:
                 text = f"{outcome.steps} steps, {outcome.difference:.1e}"
-                share = outcome.difference / tolerance_of(cell.family, DTYPES[cell.dtype])
-                results.put((cell, Outcome("exact", text, outcome.difference, share)))
+                share = max(outcome.wide, outcome.difference) / tolerance_of(cell.family, DTYPES[cell.dtype])
+                results.put((cell, Outcome("exact*" if outcome.wide else "exact", text, outcome.difference, share)))
         except Exception as error:
             results.put((cell, Outcome("FAILED", f"{type(error).__name__}: {error}")))
         finally:
@@ -180,8 +185,8 @@ def tables(found: Results, families: list[str], modes: list[str]) -> Iterator[st
 def _mark(found: Results, family: str, mode: str, notes: list[str]) -> str:
     of = {cell: found[cell] for cell in cells_of(family, [mode])}
     verdicts = {outcome.verdict for outcome in of.values()}
-    if verdicts == {"exact"}:
-        return "exact"
+    if verdicts <= {"exact", "exact*"}:
+        return max(verdicts).replace("*", "\\*")
     if verdicts != {"refused"}:
         return ", ".join(f"{cell.attention}/{cell.dtype} {outcome.verdict}" for cell, outcome in of.items())
     note = _line(next(iter(of.values())).text)
@@ -200,13 +205,18 @@ def document(found: Results, families: list[str], modes: list[str], seconds: flo
 
     counts = Counter(outcome.verdict for outcome in found.values())
     of = {dtype: [found[cell] for cell in found if cell.dtype == dtype] for dtype in DTYPES}
+
+    def most(outcomes: list[Outcome]) -> float:
+        return BF16_FACTOR * max((outcome.share for outcome in outcomes), default=0.0)
+
     header = HEADER.format(
         date=datetime.datetime.now(tz=datetime.UTC).date(), kvtier=kvtier.__version__,
         transformers=transformers.__version__, torch=torch.__version__, python=platform.python_version(),
         fp32=FP32_TOLERANCE, factor=BF16_FACTOR, machine=f"{platform.system()} {platform.machine()}", cells=len(found),
         seconds=seconds, counts=", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())),
         fp32_most=max((outcome.difference for outcome in of["fp32"]), default=0.0),
-        bf16_most=BF16_FACTOR * max((outcome.share for outcome in of["bf16"]), default=0.0),
+        bf16_most=most([outcome for outcome in of["bf16"] if outcome.verdict == "exact"]),
+        starred=counts["exact*"], starred_most=most([outcome for outcome in of["bf16"] if outcome.verdict == "exact*"]),
     )  # fmt: skip
     return header + "\n".join(tables(found, families, modes)) + "\n"
 

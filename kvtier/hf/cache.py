@@ -17,6 +17,8 @@ from kvtier.hf.attention import current_step
 from kvtier.hf.untiered import UntieredLayers
 from kvtier.runtime import Runtime
 
+_OUTSIDE = "a TieredCache was used outside of its wrapped model's forward: call tiered.generate or tiered(...)"
+
 CACHE_NAMES = ("cache", "past_key_values")
 """What transformers calls a model's cache, and what it called it before 5.24."""
 
@@ -32,11 +34,15 @@ class CacheState:
     """Rows that the caller asked for; None: whatever the first call has."""
     weights: int = 0
     """Mark of the weights that the tokens held were computed with."""
-    user: int | None = None
-    """The thread that is generating with this cache."""
     held_of_prompt: int = 0
     """Columns to drop from the next forward: assisted decoding passes the whole prompt again, held or not."""
-    _uses: int = field(default=0, repr=False)
+    user: int | None = None
+    """The thread that a generate or a session works for; None: nobody."""
+    may_change: frozenset[str] | None = None
+    """While `generate` runs, the operations of a cache that its mode is known to use; None: it does not run."""
+    in_session: bool = False
+    """A session's call is under way, of which `generate` is a part."""
+    _records_past: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def has_current_weights(self) -> bool:
         """Whether the tokens held, if any, were computed with the model as it is now."""
@@ -64,24 +70,77 @@ class CacheState:
         if opened is not None and opened.step.batch is self.batch:
             raise UnsupportedError(f"{operation} inside a step of the same cache: call it between steps")
 
-    def enter(self) -> None:
-        """This thread generates with the cache until as many `leave`s. The turn is held.
+    def check_change(self, operation: str) -> None:
+        """As `check_between_steps`, and raise UnsupportedError while somebody generates with this cache.
+
+        `generate` counts on what it has put there, and looks at its length alone.
+        """
+        self.check_between_steps(operation)
+        if self.user is not None and self.user != threading.get_ident():
+            raise UnsupportedError(
+                f"{operation} while another thread generates with this cache: wait for it, or fork()"
+            )
+        if self.may_change is not None and operation not in self.may_change:
+            raise UnsupportedError(f"{operation} on a cache that generate is working with: wait for its end, or fork()")
+
+    def check_positions(self, arguments: Mapping[str, Any], num_new: int) -> None:
+        """While `generate` runs: raise UnsupportedError unless the new tokens come right behind those held.
+
+        Something else has changed the cache then: a call from a callback. With a mask its length has told so already.
+        """
+        if self.user is not None and self.user != threading.get_ident():
+            raise UnsupportedError("another thread is generating with this cache: give each its own, or fork() it")
+        positions, held = arguments.get("position_ids"), self.batch.length
+        if self.may_change is None or positions is None or arguments.get("attention_mask") is not None:
+            return
+        expected = torch.arange(held, held + num_new, device=positions.device)
+        if positions.shape[-1] != num_new or not bool((positions == expected).all()):
+            raise UnsupportedError(
+                f"generate goes on at token {int(positions.flatten()[0])}, and the cache holds {held}: it was "
+                "changed from inside generate (by a stopping criterion, a logits processor, …): use a fork() there"
+            )
+
+    def enter(self, may_change: frozenset[str] | None = None) -> None:
+        """This thread works with the cache until `leave`: a session, or `generate` if `may_change` is given.
 
         Raises:
-            UnsupportedError: another thread does.
+            UnsupportedError: another thread does, or this one inside its own generate. Nothing changed.
         """
-        me = threading.get_ident()
-        if self._uses and self.user != me:
-            raise UnsupportedError("another thread is generating with this cache: give each its own, or fork() it")
-        self.runtime.manager.enter(self.batch)
-        self.user = me
-        self._uses += 1
+        me, entered = threading.get_ident(), False
+        try:
+            with self.runtime.turn:
+                if self.user is not None and self.user != me:
+                    raise UnsupportedError(
+                        "another thread is generating with this cache: give each its own, or fork() it"
+                    )
+                if self.may_change is not None or (self.user is not None and may_change is None):
+                    raise UnsupportedError(
+                        "this cache is in use by the very call that this one is made from: fork() it"
+                    )
+                self.runtime.manager.enter(self.batch)
+                self.user, self.may_change = me, may_change
+                self.in_session = self.in_session or may_change is None
+                if may_change is not None:
+                    self._records_past = self.untiered.records_past()
+                entered = True
+        except BaseException:  # a Ctrl-C that came meanwhile is delivered when the turn ends
+            if entered:
+                self.leave()
+            raise
 
     def leave(self) -> None:
-        """Take back one `enter`. The turn is held."""
-        self._uses -= 1
-        self.held_of_prompt = 0
-        self.runtime.manager.leave(self.batch)
+        """Take back the last `enter`. If a Ctrl-C comes while it waits for its turn, the next step does the rest."""
+        if self.may_change is None:
+            self.in_session = False
+        else:
+            self.may_change, self.held_of_prompt = None, 0
+            # A draft makes windows keep all their past, and leaves them so: they would grow with every turn.
+            self.untiered.record_past(self._records_past)
+        self.runtime.manager.left.append(self.batch)
+        if not self.in_session:
+            self.user = None
+        with self.runtime.turn:
+            self.runtime.manager.drain_left()
 
     def take_rows(self, num_rows: int) -> None:
         """Give an empty cache the rows of its first call.
@@ -134,9 +193,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         self._state.check_open()
         opened = current_step.get()
         if opened is None or opened.step.batch is not self._state.batch:
-            raise UnsupportedError(
-                "a TieredCache was used outside of its wrapped model's forward: call tiered.generate or tiered(...)"
-            )
+            raise UnsupportedError(_OUTSIDE)
         opened.append(self._layer, key_states, value_states)
         return key_states, value_states
 
@@ -198,6 +255,38 @@ class TieredCache(Cache):
         # Takes no lock and runs no code of ours in the collector: the next step drains the deque.
         weakref.finalize(self, runtime.manager.dropped.append, batch).atexit = False
 
+    def _check_in_step(self) -> None:
+        """Untiered layers are transformers' own, and would take any call: one outside of a step goes past the tiers."""
+        opened = current_step.get()
+        if opened is None or opened.step.batch is not self.state.batch:
+            raise UnsupportedError(_OUTSIDE)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' way in, for every layer. Raises UnsupportedError outside of the wrapped model's forward."""
+        self.state.check_open()
+        self._check_in_step()
+        return super().update(*args, **kwargs)
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As `update`: models change what this returns in place."""
+        self._check_in_step()
+        return super().get_conv_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As `update`."""
+        self._check_in_step()
+        return super().update_conv_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As `get_conv_state`."""
+        self._check_in_step()
+        return super().get_recurrent_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As `update`."""
+        self._check_in_step()
+        return super().update_recurrent_state(*args, **kwargs)
+
     @property
     def batch_size(self) -> int:
         """Rows: prompts times beams or return sequences."""
@@ -233,6 +322,7 @@ class TieredCache(Cache):
         """A cache of its own with the same tokens; full blocks are shared, tails copied when either side appends."""
         self.state.check_between_steps("fork")
         with self.state.runtime.turn:
+            self.state.runtime.check_untiered(self.state.untiered.num_bytes)
             return TieredCache(self.state.runtime, fork_of=self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
@@ -245,7 +335,7 @@ class TieredCache(Cache):
             UnsupportedError: a positive number, which older transformers took for a length, or an untiered layer has
                 forgotten what lies before; nothing was dropped.
         """
-        self.state.check_between_steps("crop")
+        self.state.check_change("crop")
         if tokens_to_remove > 0:
             raise UnsupportedError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number")
         batch = self.state.batch
@@ -256,7 +346,7 @@ class TieredCache(Cache):
 
     def reset(self) -> None:
         """Forget every token and free the blocks. The next call may have another number of rows."""
-        self.state.check_between_steps("reset")
+        self.state.check_change("reset")
         runtime = self.state.runtime
         with runtime.turn:
             runtime.manager.truncate(self.state.batch, 0)
@@ -279,7 +369,7 @@ class TieredCache(Cache):
         self._select("batch_repeat_interleave", [row for row in range(self.batch_size) for _ in range(repeats)])
 
     def _select(self, operation: str, rows: Sequence[int]) -> None:
-        self.state.check_between_steps(operation)
+        self.state.check_change(operation)
         held = self.batch_size
         if not rows or any(not -held <= row < held for row in rows):
             raise UnsupportedError(f"{operation}: rows {list(rows)[:8]} of a cache of {held} rows")
@@ -287,6 +377,7 @@ class TieredCache(Cache):
         if rows == list(range(held)):
             return
         with self.state.runtime.turn:
+            self.state.runtime.check_untiered(self.state.untiered.num_bytes * (len(rows) - held) // held)
             self.state.runtime.manager.select(self.state.batch, rows)
             if self.state.batch.length:
                 self.state.untiered.select(torch.tensor(rows, device=self.state.runtime.group.device))

@@ -10,9 +10,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvtier.errors import UnsupportedError
+
+
+_FORGOTTEN = (
+    "crop({}): layer {} ({}) has dropped the tokens that it would need; start a new cache, or call "
+    "cache.activate_past_recording() before the tokens that may be cropped"
+)
 
 
 class UntieredLayers:
@@ -53,6 +59,15 @@ class UntieredLayers:
             vars(twins[index]).update(_state(layer))
         return twins
 
+    def records_past(self) -> dict[int, bool]:
+        """By layer, whether it keeps what a crop may need (`activate_past_recording`)."""
+        return {index: layer.record_past for index, layer in self.layers.items() if hasattr(layer, "record_past")}
+
+    def record_past(self, before: Mapping[int, bool]) -> None:
+        """Put back what `records_past` said."""
+        for index, records in before.items():
+            self.layers[index].record_past = records
+
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers' `crop`.
 
@@ -83,15 +98,17 @@ def _crop(index: int, layer: Any, tokens_to_remove: int) -> None:
     if tokens_to_remove == 0 and not records:
         return
     kind = type(layer).__name__
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None:
+        # transformers crops a window that was trimmed since, and is then short of keys without a word.
+        left = layer.cumulative_length + tokens_to_remove
+        if layer.keys.shape[-2] + tokens_to_remove < min(layer.sliding_window - 1, left):
+            raise UnsupportedError(_FORGOTTEN.format(tokens_to_remove, index, kind))
     if tokens_to_remove and not layer.is_croppable:
         raise UnsupportedError(f"crop({tokens_to_remove}): layer {index} ({kind}) cannot go back; start a new cache")
     try:
         layer.crop(tokens_to_remove)
     except RuntimeError as error:
-        raise UnsupportedError(
-            f"crop({tokens_to_remove}): layer {index} ({kind}) has dropped the tokens that it would need; start a new "
-            f"cache, or call cache.activate_past_recording() before the tokens that may be cropped ({error})"
-        ) from error
+        raise UnsupportedError(_FORGOTTEN.format(tokens_to_remove, index, kind)) from error
 
 
 def _state(layer: Any) -> dict[str, Any]:
