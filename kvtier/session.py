@@ -12,7 +12,6 @@ from kvtier.errors import ClosedError, SessionExistsError, UnsupportedError
 from kvtier.generate import Generation
 from kvtier.hf import CACHE_NAMES, TieredCache, check_one_adapter
 
-
 # Tensors that do not change the KV of the transcript.
 _TENSORS = ("attention_mask", "negative_prompt_ids", "negative_prompt_attention_mask")
 
@@ -133,8 +132,8 @@ class Session:
         others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TENSORS]
         if others:
             raise UnsupportedError(
-                f"session.generate({others[0]}=…): a session compares token ids alone, and could serve what was computed "
-                "with another; use tiered.new_cache()"
+                f"session.generate({others[0]}=…): a session compares token ids alone, and could serve what was "
+                "computed with another; use tiered.new_cache()"
             )
         mask = kwargs.pop("attention_mask", None)
         if mask is not None and (tuple(mask.shape) != tuple(input_ids.shape) or not bool((mask != 0).all())):

@@ -118,7 +118,7 @@ class Turn:
 
     @staticmethod
     def _put_back(handlers: dict[int, _Handler]) -> None:
-        """All of them, whatever those that are back already raise meanwhile: a handler that is lost is a lost Ctrl-C."""
+        """All of them, whatever those that are back already raise: a handler that is lost is a Ctrl-C that is lost."""
         left = list(handlers.items())
         raised: BaseException | None = None
         while left:

@@ -75,9 +75,9 @@ chose. In `attention: gathered` all logits have the same bits in both, except in
 plain transformers cannot take the same chunks. It holds for `attention: blockwise` and
 `gathered`, in fp32 and bf16, or the cell says for which.
 
-**exact\*** means: in blockwise bf16 the plain model as it is differs by more than that ({starred} cells, {starred_most:.2f} times its own
-chunking difference at most), and the plain model whose attention is computed in fp32 and rounded once does not. torch's
-CPU kernel rounds the softmax weights to 16 bits, alike in every chunk size; kvtier does not
+**exact\\*** means: in blockwise bf16 the plain model as it is differs by more than that ({starred} cells, at most
+{starred_most:.2f} times its own chunking difference), and with its attention computed in fp32 and rounded once it does
+not. torch's CPU kernel rounds the softmax weights to 16 bits, alike in every chunk size; kvtier does not
 ([ADR 0009](adr/0009-sixteen-bits.md)).
 
 The largest differences of a logit: in fp32 {fp32_most:.1e}; in bf16 {bf16_most:.2f} times the plain model's own.

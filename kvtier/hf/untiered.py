@@ -14,7 +14,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionC
 
 from kvtier.errors import UnsupportedError
 
-
 _FORGOTTEN = (
     "crop({}): layer {} ({}) has dropped the tokens that it would need; start a new cache, or call "
     "cache.activate_past_recording() before the tokens that may be cropped"
