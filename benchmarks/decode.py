@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.benchmarks.documents import load_text
-from kvtier.benchmarks.models import load_model
 from kvtier.benchmarks.machine import machine
+from kvtier.benchmarks.models import load_model
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "all_gpu": {"block_tokens": 256, "prefill_chunk": 512, "tiers": {"gpu": {"budget": "2GiB"}}},

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -143,3 +145,69 @@ def test_giving_up_while_waiting_leaves_the_queue_in_order() -> None:
     assert order == ["first", "second"]
     with turn:
         pass
+
+
+class _TimeLimit(Exception):
+    pass
+
+
+@pytest.fixture
+def time_limit_raises() -> Iterator[None]:
+    def raise_it(*_: object) -> None:
+        raise _TimeLimit
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("time_limit_raises")
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", range(4))
+def test_a_time_limit_while_handlers_are_changed_loses_none(
+    number: int, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGALRM's handler raises before or after any of the calls that put handlers in place and back."""
+    turn, change, calls = Turn(), signal.signal, [0]
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)}
+
+    def interrupted(*args: Any) -> Any:
+        calls[0] += 1
+        is_it = calls[0] == number + 1
+        if is_it and not after:
+            raise _TimeLimit
+        result = change(*args)
+        if is_it:
+            raise _TimeLimit
+        return result
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", interrupted)
+            with pytest.raises(_TimeLimit), turn:
+                pass
+        left = {each: signal.getsignal(each) for each in before}
+    finally:
+        for each, handler in before.items():
+            if callable(handler):
+                signal.signal(each, handler)
+    assert left == before
+    thread = threading.Thread(target=turn.__enter__)  # it is nobody's turn
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_second_ctrl_c_does_not_come_out_of_a_later_turn() -> None:
+    turn, done = Turn(), []
+    with pytest.raises(KeyboardInterrupt), turn:
+        _ctrl_c()
+        _ctrl_c()
+        turn.check()
+    for _ in range(2):
+        with turn:
+            turn.check()
+            done.append(1)
+    assert done == [1, 1]
+    with pytest.raises(KeyboardInterrupt), turn:  # a new one does
+        _ctrl_c()
