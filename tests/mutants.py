@@ -189,10 +189,10 @@ MUTANTS = [
         "residency[kept].holders += 0",
     ),
     Mutant(
-        "join ignores the parent block",
+        "join on equal tokens alone",
         SEQUENCES,
-        "blocks.setdefault((parent, *identity), block)",
-        "blocks.setdefault(identity, block)",
+        "return self._same_bytes(slots[0], slots[1])",
+        "return True",
     ),
     Mutant(
         "row named twice is one row",
@@ -420,10 +420,10 @@ MUTANTS = [
     Mutant("pieces of the next row too", OPEN_STEP, "min(start + at_once, last)", "start + at_once"),
     Mutant("stale bytes where padding is", OPEN_STEP, "if step.batch.is_padded:", "if step.batch is None:"),
     Mutant(
-        "new token's own piece not counted",
+        "partial results rounded to 16 bits",
         OPEN_STEP,
-        "bool(row.writes) or row.tail_slot is not None",
-        "row.tail_slot is not None",
+        "Kernel(scale, softcap, self._memory.group.is_wide)",
+        "Kernel(scale, softcap, False)",
     ),
     # the stores
     Mutant("nvme checksum not compared", NVME, "if actual != expected:", "if expected < 0:"),
