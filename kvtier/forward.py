@@ -177,11 +177,14 @@ class _SplitForward:
                 f"gpu budget has room for {size} new tokens in {self._batch.num_rows} rows: raise tiers.gpu.budget or "
                 "lower prefill_chunk"
             )
-        if self._inputs.new_mask is not None and self._runtime.group.num_untiered and left - size == 1:
+        if self._inputs.new_mask is not None and self._runtime.group.num_untiered:
             # transformers does not mask a chunk of one column in linear layers: padding must not be alone in one.
-            size -= 1
-            if size == 0:
-                raise BudgetError("a padded batch needs room for two new tokens a row: raise tiers.gpu.budget")
+            if size < min(3, left):
+                raise BudgetError(
+                    "a padded batch of a model with untiered layers needs room for 3 new tokens a row, and there is room "
+                    f"for {size} in {self._batch.num_rows} rows: raise tiers.gpu.budget or prefill_chunk, or use fewer rows"
+                )
+            size -= left - size == 1
         return size
 
     def _tokens_kept(self, end: int) -> int:

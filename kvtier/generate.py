@@ -46,6 +46,7 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
         try:
             call.check()
             cache.state.held_of_prompt = call.held_of_prompt()
+            cache.state.own_positions = kwargs.get("position_ids") is not None
             return original(*args, **kwargs)
         finally:
             cache.state.leave()

@@ -52,8 +52,8 @@ class CallInputs:
                 raise UnsupportedError(
                     f"position_ids has the shape {tuple(positions.shape)}: give one a new token, [{rows}, {num_new}]"
                 )
-            if positions.is_floating_point() or not bool((positions.abs() < 1 << 31).all()):
-                raise UnsupportedError(f"position_ids of {positions.dtype}: give whole numbers below 2**31")
+            if positions.is_floating_point() or bool(((positions >= 1 << 31) | (positions < 0)).any()):
+                raise UnsupportedError(f"position_ids of {positions.dtype}: give whole numbers from 0 to 2**31 - 1")
             positions = positions.expand(rows, -1)
         return CallInputs(
             rows, num_new, arguments.get("input_ids"), positions, _new_mask(arguments, rows, held, num_new)

@@ -40,6 +40,8 @@ class CacheState:
     """The thread that a generate or a session works for; None: nobody."""
     may_change: frozenset[str] | None = None
     """While `generate` runs, the operations of a cache that its mode is known to use; None: it does not run."""
+    own_positions: bool = False
+    """The caller of `generate` gave position_ids, which say nothing about what the cache holds."""
     in_session: bool = False
     """A session's call is under way, of which `generate` is a part."""
     _records_past: dict[int, bool] = field(default_factory=dict, repr=False)
@@ -91,7 +93,8 @@ class CacheState:
         if self.user is not None and self.user != threading.get_ident():
             raise UnsupportedError("another thread is generating with this cache: give each its own, or fork() it")
         positions, held = arguments.get("position_ids"), self.batch.length
-        if self.may_change is None or positions is None or arguments.get("attention_mask") is not None:
+        counts = self.may_change is not None and not self.own_positions
+        if not counts or positions is None or arguments.get("attention_mask") is not None:
             return
         expected = torch.arange(held, held + num_new, device=positions.device)
         if positions.shape[-1] != num_new or not bool((positions == expected).all()):
@@ -133,7 +136,7 @@ class CacheState:
         if self.may_change is None:
             self.in_session = False
         else:
-            self.may_change, self.held_of_prompt = None, 0
+            self.may_change, self.held_of_prompt, self.own_positions = None, 0, False
             # A draft makes windows keep all their past, and leaves them so: they would grow with every turn.
             self.untiered.record_past(self._records_past)
         self.runtime.manager.left.append(self.batch)
