@@ -181,8 +181,8 @@ class _SplitForward:
             # transformers does not mask a chunk of one column in linear layers: padding must not be alone in one.
             if size < min(3, left):
                 raise BudgetError(
-                    "a padded batch of a model with untiered layers needs room for 3 new tokens a row, and there is room "
-                    f"for {size} in {self._batch.num_rows} rows: raise tiers.gpu.budget or prefill_chunk, or use fewer rows"
+                    "a padded batch of a model with untiered layers needs room for 3 new tokens a row, and there is "
+                    f"for {size} in {self._batch.num_rows} rows: raise tiers.gpu.budget or prefill_chunk, or use fewer"
                 )
             size -= left - size == 1
         return size
