@@ -67,7 +67,7 @@ class Bench:
 
 def unsupported(bench: Bench) -> None:
     with bench.wrapped() as tiered:
-        tiered.generate(tokens(8), num_beams=2)
+        tiered.generate(tokens(8), output_attentions=True)
 
 
 def closed(bench: Bench) -> None:
@@ -137,10 +137,16 @@ def full(bench: Bench) -> None:
 
 def hanging(bench: Bench) -> None:
     house = build(gpu=2)
-    table = house.manager.new_sequence()
-    house.append(table, list(range(8)))
+    batch = house.manager.new_batch()
+    house.append(batch, list(range(8)))
     house.engine.hanging = True
-    house.append(table, list(range(8)))
+    house.append(batch, list(range(8)))
+
+
+def same_name(bench: Bench) -> None:
+    with bench.wrapped() as tiered:
+        tiered.session("b")
+        tiered.session("a").fork("b")
 
 
 PROVOKED: dict[type[KVTierError], Callable[[Bench], object]] = {
@@ -150,6 +156,7 @@ PROVOKED: dict[type[KVTierError], Callable[[Bench], object]] = {
     errors.UnsupportedModelError: lambda bench: TieredKV(nn.Linear(3, 3), "quickstart"),
     errors.ClosedError: closed,
     errors.AlreadyWrappedError: wrapped_twice,
+    errors.SessionExistsError: same_name,
     errors.PromptMismatchError: mismatch,
     errors.FolderInUseError: folder_in_use,
     errors.CapacityError: capacity,
