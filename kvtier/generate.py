@@ -42,14 +42,14 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         call = _Call(original, cache, positional | kwargs)
         kwargs = kwargs | call.overrides() | {keyword: cache}
-        cache.state.enter(call.changes())
+        use = cache.state.enter(call.changes())
         try:
             call.check()
             cache.state.held_of_prompt = call.held_of_prompt()
             cache.state.own_positions = kwargs.get("position_ids") is not None
             return original(*args, **kwargs)
         finally:
-            cache.state.leave()
+            cache.state.leave(use)
 
     return WrappedMethod(original, generate)
 

@@ -25,6 +25,7 @@ from kvtier.hf import (
     cache_keyword,
     check_one_adapter,
     describe,
+    given_cache,
     new_untiered,
     transformers_model,
 )
@@ -119,6 +120,8 @@ class TieredKV:
         """The model's forward, in chunks of at most `prefill_chunk` new tokens; a new cache unless one is given."""
         self._runtime.check_open()
         check_one_adapter(kwargs)
+        if (cache := given_cache(kwargs)) is not None:
+            cache.state.check_change("a forward")  # nobody but generate itself, while it works with the cache
         if kwargs.get("use_cache") is not False and all(kwargs.get(name) is None for name in CACHE_NAMES):
             kwargs[self._keyword] = self.new_cache()
         return self.model(*args, **kwargs)

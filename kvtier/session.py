@@ -58,7 +58,7 @@ class Sessions:
         """See `Session.generate`."""
         cache = self.cache(name)
         state = cache.state
-        state.enter()  # before anything is cropped: another thread may be generating on this session
+        use = state.enter()  # before anything is cropped: another thread may be generating on this session
         try:
             num_copies = Generation(self._model, kwargs).num_copies
             _keep_one_row(cache, input_ids[0].tolist())  # a call that was interrupted twice may have left more
@@ -73,7 +73,7 @@ class Sessions:
             _keep_one_row(cache, input_ids[0].tolist())
             raise
         finally:
-            state.leave()
+            state.leave(use)
 
 
 class Session:

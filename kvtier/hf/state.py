@@ -39,6 +39,8 @@ class CacheState:
     """The caller of `generate` gave position_ids, which say nothing about what the cache holds."""
     in_session: bool = False
     """A session's call is under way, of which `generate` is a part."""
+    _depth: int = field(default=0, repr=False)
+    """How many `enter`s are open: one of a session or a generate, two of a generate in a session."""
     _records_past: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def has_current_weights(self) -> bool:
@@ -98,8 +100,10 @@ class CacheState:
                 "changed from inside generate (by a stopping criterion, a logits processor, …): use a fork() there"
             )
 
-    def enter(self, may_change: frozenset[str] | None = None) -> None:
+    def enter(self, may_change: frozenset[str] | None = None) -> int:
         """This thread works with the cache until `leave`: a session, or `generate` if `may_change` is given.
+
+        Returns what `leave` takes.
 
         Raises:
             UnsupportedError: another thread does, or this one inside its own generate. Nothing changed.
@@ -120,14 +124,26 @@ class CacheState:
                 self.in_session = self.in_session or may_change is None
                 if may_change is not None:
                     self._records_past = self.untiered.records_past()
+                self._depth += 1
                 entered = True
         except BaseException:  # a Ctrl-C that came meanwhile is delivered when the turn ends
             if entered:
-                self.leave()
+                self.leave(self._depth)
+            raise
+        return self._depth
+
+    def leave(self, depth: int) -> None:
+        """Take back an `enter`. Does what a Ctrl-C at its beginning kept it from before it lets that go on."""
+        try:
+            self._leave(depth)
+        except BaseException:
+            self._leave(depth)
             raise
 
-    def leave(self) -> None:
-        """Take back the last `enter`. If a Ctrl-C comes while it waits for its turn, the next step does the rest."""
+    def _leave(self, depth: int) -> None:
+        """Idempotent. If a Ctrl-C comes while it waits for its turn, the next step does the rest."""
+        if self._depth < depth:
+            return
         if self.may_change is None:
             self.in_session = False
         else:
@@ -137,6 +153,7 @@ class CacheState:
         self.runtime.manager.left.append(self.batch)
         if not self.in_session:
             self.user = None
+        self._depth = depth - 1
         with self.runtime.turn:
             self.runtime.manager.drain_left()
 

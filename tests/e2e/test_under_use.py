@@ -17,6 +17,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 import kvtier.generate
 from kvtier import TieredKV
 from kvtier.errors import SessionExistsError, UnsupportedError
+from kvtier.hf.state import CacheState
 from tests.e2e.families import CHUNK, GREEDY, assert_same, small_config, tiny, tokens
 
 IDS = tokens(50)
@@ -351,3 +352,22 @@ def test_two_threads_that_fork_to_one_name_get_one_session(tiered: TieredKV) -> 
     lost = [isinstance(result, SessionExistsError) for result in results]
     assert sorted(lost) == [False, True], results
     assert tiered.session("new").token_ids == prompts[lost.index(False)][0].tolist()
+
+
+def test_a_ctrl_c_at_the_first_instruction_of_leaving_does_not_keep_the_cache(
+    tiered: TieredKV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, leave, left = tiered.new_cache(), CacheState._leave, [1]
+
+    def interrupted(self: CacheState, depth: int) -> None:
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        leave(self, depth)
+
+    monkeypatch.setattr(CacheState, "_leave", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiered.generate(IDS, cache=cache, **ANSWER)
+    assert cache.state.user is None and cache.state.may_change is None
+    cache.reset()
+    assert_same(tiered.generate(IDS, cache=cache, **ANSWER), plain(tiered.model, IDS), "blockwise")
