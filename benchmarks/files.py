@@ -34,7 +34,7 @@ def write_whole(path: Path, text: str, option: str) -> None:
             name = file.name
             file.write(text)
         Path(name).replace(path)
-    except BaseException as error:
+    except BaseException as error:  # a Ctrl-C too: no half file is left
         if name:
             Path(name).unlink(missing_ok=True)
         if isinstance(error, OSError):

@@ -143,7 +143,7 @@ class _SplitForward:
                     done += size
                     if done < self._num_new:
                         self._runtime.turn.check()
-            except BaseException:
+            except BaseException:  # a Ctrl-C too: the cache is as it was at entry
                 self._undo(held, backup)
                 self._state.untiered.restore(untiered)
                 raise
@@ -203,7 +203,7 @@ class _SplitForward:
             self._state.untiered.measure()
             self._runtime.check_untiered()
             self._runtime.turn.check()  # the last place where a Ctrl-C leaves the state as before the step
-        except BaseException:
+        except BaseException:  # whatever it is, no step stays open
             executor.abort(opened.step)
             raise
         finally:

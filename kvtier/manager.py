@@ -91,7 +91,7 @@ class TierManager(Sequences):
             tails = [self._tail_needs(*row, reserved) for row in zip(batch.tables, new, strict=True)]
             self._reserve_room(batch, new, tails)
             rows = [self._begin_row(*row, reserved) for row in zip(batch.tables, new, tails, strict=True)]
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no pin and no slot is left
             for block in reserved.pinned:
                 self.placement.residency.unpin(block, Tier.GPU)
             self._release(reserved.created)

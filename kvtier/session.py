@@ -69,7 +69,7 @@ class Sessions:
             sequences = out if isinstance(out, torch.Tensor) else out.sequences
             _keep_one_row(cache, sequences[0].tolist())
             return out
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: a session has one row
             _keep_one_row(cache, input_ids[0].tolist())
             raise
         finally:

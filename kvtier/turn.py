@@ -126,7 +126,7 @@ class Turn:
                 while left:
                     signal.signal(*left[-1])
                     left.pop()
-            except BaseException as error:
+            except BaseException as error:  # a handler that is back already may raise anything
                 raised = error
         if raised is not None:
             raise raised

@@ -136,7 +136,7 @@ class CacheState:
         """Take back an `enter`. Does what a Ctrl-C at its beginning kept it from before it lets that go on."""
         try:
             self._leave(depth)
-        except BaseException:
+        except BaseException:  # what it was kept from is done before the Ctrl-C goes on
             self._leave(depth)
             raise
 

@@ -77,7 +77,7 @@ class UntieredLayers:
         try:
             for index, layer in self.layers.items():
                 _crop(index, layer, tokens_to_remove)
-        except BaseException:
+        except BaseException:  # half a crop is none
             self.restore(before)
             raise
         self.measure()
