@@ -212,10 +212,11 @@ class KVTierConfig(_Strict):
     is cut shorter (`max_chunk` in `stats()`); in gathered mode, whose bits depend on the chunk, it is a
     `BudgetError`."""
     attention: AttentionMode = Field(default=AttentionMode.BLOCKWISE, strict=False, title="blockwise or gathered")
-    """`blockwise` attends to blocks where they lie and merges the parts: every logit within 1e-4 of the plain cache
-    in fp32, at any length. `gathered` assembles one layer at a time and calls the model's own attention:
-    bit-identical to `model.generate(prefill_chunk_size=...)` with sdpa and the same chunk. It takes half of the gpu
-    budget for that layer, and a context too long for it is a `BudgetError`."""
+    """`blockwise` attends to blocks where they lie and merges the parts. It differs from the plain cache by rounding
+    alone: less than 1e-4 in every logit of the small fp32 models of docs/matrix.md, and on larger ones no more than
+    the plain model does from itself between two chunk sizes. `gathered` assembles one layer at a time and calls the
+    model's own attention: bit-identical to `model.generate(prefill_chunk_size=...)` with sdpa and the same chunk. It
+    takes half of the gpu budget for that layer, and a context too long for it is a `BudgetError`."""
     tiers: TiersConfig = Field(default_factory=_default_tiers, title="a mapping with at least gpu: {budget: …}")
     """What each tier may take. Left out altogether: gpu 60 %, cpu 25 %, nvme 10 %. Given: a tier that is not named is
     absent."""

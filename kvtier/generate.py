@@ -82,7 +82,12 @@ class _Call:
         self._model = getattr(original, "__self__", None)
         self._generation = Generation(self._model, arguments)
         ids = next((arguments[n] for n in ("inputs", "input_ids") if arguments.get(n) is not None), None)
-        self._ids = ids if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+        if ids is not None and not isinstance(ids, torch.Tensor):
+            raise UnsupportedError(
+                f"generate takes a tensor of token ids, not a {type(ids).__name__}: "
+                "generate(**tokenizer(text, return_tensors='pt'))"
+            )
+        self._ids = ids if ids is not None and ids.ndim == 2 else None
         self._mask = arguments.get("attention_mask")
 
     def check(self) -> None:

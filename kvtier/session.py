@@ -92,7 +92,8 @@ class Session:
         """The conversation's cache, of one row. Raises ClosedError after `close` or `delete`."""
         if self._closed:
             raise ClosedError(
-                f"this handle of session {self.name!r} was closed: tiered.session({self.name!r}) opens it"
+                f"this handle of session {self.name!r} was closed or deleted: tiered.session({self.name!r}) opens it, "
+                "or a new one"
             )
         return self._sessions.cache(self.name)
 

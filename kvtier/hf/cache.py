@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -175,6 +175,12 @@ class TieredCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
         return self.fork()
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a TieredCache cannot be pickled or copied to another process: its KV lies on the tiers of this one; "
+            "cache.fork() makes another of the same wrapper, a session is kept by its name"
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens of every row, on every tier; 0 does nothing.

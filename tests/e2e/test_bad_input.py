@@ -125,6 +125,10 @@ CALLS: dict[str, Case] = {
     ),
     "no tokens": (lambda c: c.call(torch.empty(1, 0, dtype=torch.long)), UnsupportedError, "no new tokens"),
     "ids and embeddings": (lambda c: c.call(inputs_embeds=torch.zeros(1, 8, 96)), UnsupportedError, "exactly one"),
+    "text": (lambda c: c.generate("Hello"), UnsupportedError, r"token ids, not a str.*\*\*tokenizer"),
+    "what a tokenizer gives, whole": (
+        lambda c: c.generate(hf.BatchEncoding({"input_ids": c.ids})), UnsupportedError, "not a BatchEncoding",
+    ),
     "two rows": (
         lambda c: c.generate(c.ids.repeat(2, 1)), UnsupportedError, "holds 1 rows.*has 2.*batch_repeat_interleave",
     ),

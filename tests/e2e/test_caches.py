@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -78,6 +79,14 @@ def test_reset_and_what_crop_refuses(tiered: TieredKV) -> None:
     assert cache.get_seq_length() == 101
     cache.reset()
     assert (cache.get_seq_length(), cache.token_ids, occupied(tiered)) == (0, [], 0)
+    assert_same(tiered.generate(turns[0][0], cache=cache, **GREEDY), turns[0][1], mode_of(tiered))
+
+
+def test_pickle_and_shallow_copy_are_refused_by_name(tiered: TieredKV) -> None:
+    turns, cache = plain_turns(tiered.model, turns=1), tiered.new_cache()
+    for attempt in (pickle.dumps, copy.copy):
+        with pytest.raises(UnsupportedError, match=r"lies on the tiers of this.*fork\(\)"):
+            attempt(cache)
     assert_same(tiered.generate(turns[0][0], cache=cache, **GREEDY), turns[0][1], mode_of(tiered))
 
 
