@@ -14,17 +14,11 @@ import xxhash
 
 from kvtier.errors import BudgetError, ChecksumError, ClosedError, IntegrityError, NoSpaceError, StoreError
 from kvtier.stores.base import Store
+from kvtier.stores.folder import OwnedFolder, sweep_stale, temporary_folder
 from kvtier.stores.nvme_layout import min_budget_bytes, slot_bytes, slots_within
-from kvtier.stores.segment import (
-    NO_SPACE_ERRNOS,
-    OwnedFolder,
-    Segment,
-    no_space,
-    sweep_stale,
-    temporary_folder,
-)
+from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
 from kvtier.system import disk_total_bytes, free_disk_bytes
-from kvtier.types import BlockShape, Slot, Tier
+from kvtier.types import BlockShape, Slot, SlotLabel, Tier
 
 __all__ = ["NvmeStore", "min_budget_bytes", "slot_bytes", "sweep_stale", "temporary_folder"]
 
@@ -90,7 +84,7 @@ class NvmeStore(Store):
 
     # --- the store's interface
 
-    def write(self, slot: Slot, block: torch.Tensor) -> None:
+    def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         self._check_open()
         self.check_slot(slot)
         self.check_buffer(block, self.shape.block_bytes)

@@ -62,7 +62,7 @@ class Bench:
         def failing(*_: Any) -> None:
             raise OSError(error, os.strerror(error))
 
-        self.monkeypatch.setattr(f"kvtier.stores.segment.os.{function}", failing)
+        self.monkeypatch.setattr(f"os.{function}", failing)
 
 
 def unsupported(bench: Bench) -> None:
