@@ -77,6 +77,15 @@ class BlockShape:
         return self.num_layers * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
 
 
+class Survives(enum.Enum):
+    """After what the nvme tier's files are still whole."""
+
+    KILL = "kill"
+    """The death of the process: the order of writes is enough, the kernel has them all."""
+    POWER_LOSS = "power_loss"
+    """The death of the machine: each block is flushed to the medium, then its header."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotLabel:
     """By what a later process finds a slot again. A store compares its parts and knows nothing of what they mean."""

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError, FolderInUseError, StoreError
@@ -18,6 +19,7 @@ from kvtier.stores.segment import Segment
 
 _LOCK_NAME = "lock"
 _SEGMENT_NAME = re.compile(r"segment-\d{5,}\.kvt")
+_NAMESPACE_NAME = re.compile(r"namespace-([0-9a-f]{64})")
 _RUN_NAME = re.compile(r"run-\d+-[0-9a-f]+")
 _TEMPORARY_NAME = re.compile(r"(run|new)-\d+-[0-9a-f]+")  # of another process, which shares the folder as its root
 _FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -28,15 +30,23 @@ _log = logging.getLogger("kvtier")
 _claimed_lock_fds: dict[Path, int] = {}
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """A segment file that an earlier process left, by what the file system says of it."""
+
+    name: str
+    size_bytes: int
+    allocated_bytes: int
+    changed_s: float
+    is_private: bool
+    """Whether only its owner could read and write it."""
+
+
 class OwnedFolder:
-    """A folder that this process alone writes to, for as long as it holds `flock` on the file `lock` in it.
+    """A folder that this process alone writes to, for as long as it holds `flock` on the file `lock` in it."""
 
-    Segment files that an earlier process left are removed: without a trusted index nobody can say whose KV they hold,
-    so their contents are never readable. (An index that survives a restart is a later issue's.)
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Make or open `path`, take its lock, remove leftover segments.
+    def __init__(self, path: Path, keep_files: bool = False) -> None:
+        """Make or open `path` and take its lock; unless `keep_files`, remove what an earlier process left.
 
         Raises:
             FolderInUseError: another store, here or in another process, owns it. Nothing in it was touched.
@@ -55,7 +65,8 @@ class OwnedFolder:
             if self._lock_fd < 0:
                 self._lock_fd = _take_lock(self._fd, self.path)
             os.fchmod(self._fd, 0o700)
-            self._remove_segments()
+            if not keep_files:
+                self._remove_files()
         except BaseException as error:
             self._close_fds()
             if isinstance(error, OSError) and not isinstance(error, StoreError):
@@ -64,19 +75,87 @@ class OwnedFolder:
 
     def _check_contents(self) -> None:
         """Refuse a folder with anything of somebody else's: its mode is about to change, and `du` counts it all."""
+        self._check_owner(os.fstat(self._fd), "it")
         for entry in os.scandir(self._fd):
             is_file = entry.is_file(follow_symlinks=False)
-            ours = (is_file and (entry.name == _LOCK_NAME or _SEGMENT_NAME.fullmatch(entry.name))) or (
+            ours = (is_file and (entry.name == _LOCK_NAME or _is_data(entry.name))) or (
                 entry.is_dir(follow_symlinks=False) and _TEMPORARY_NAME.fullmatch(entry.name)
             )
             if not ours:
                 kind = "a symlink" if entry.is_symlink() else "not kvtier's"
                 raise ConfigError(f"nvme folder {self.path}: {entry.name} in it is {kind}; give a folder of its own")
+            self._check_owner(entry.stat(follow_symlinks=False), entry.name)
 
-    def _remove_segments(self) -> None:
-        names = [entry.name for entry in os.scandir(self._fd) if _SEGMENT_NAME.fullmatch(entry.name)]
+    def _check_owner(self, status: os.stat_result, what: str) -> None:
+        """Root may open anything: what another user put there is still not ours to read."""
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"nvme folder {self.path}: {what} belongs to user {status.st_uid}, not to {os.geteuid()}; give a "
+                "folder of your own"
+            )
+
+    def _remove_files(self) -> None:
+        names = [entry.name for entry in os.scandir(self._fd) if _is_data(entry.name)]
         for name in names:
-            os.unlink(name, dir_fd=self._fd)
+            self.unlink(name)
+
+    def segment_files(self) -> list[SegmentFile]:
+        """The segment files that are there, by name."""
+        names = sorted(entry.name for entry in os.scandir(self._fd) if _SEGMENT_NAME.fullmatch(entry.name))
+        return [self._describe(name, os.stat(name, dir_fd=self._fd, follow_symlinks=False)) for name in names]
+
+    def _describe(self, name: str, status: os.stat_result) -> SegmentFile:
+        is_private = not stat.S_IMODE(status.st_mode) & 0o077
+        return SegmentFile(name, status.st_size, status.st_blocks * 512, status.st_mtime, is_private)
+
+    def open_file(self, name: str) -> int:
+        """A descriptor for reading a file of the folder, the caller's to close. Raises OSError."""
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+
+    def adopt(self, name: str, num_bytes: int) -> Segment:
+        """A segment of `num_bytes` from a file that is there: cut to that length, its holes allocated.
+
+        Raises OSError; the file is still there then.
+        """
+        fd = os.open(name, _FILE_FLAGS, dir_fd=self._fd)
+        try:
+            status = os.fstat(fd)
+            if status.st_size != num_bytes:
+                os.ftruncate(fd, num_bytes)
+            if status.st_blocks * 512 < num_bytes:  # by reading and writing on some file systems, so not for nothing
+                os.posix_fallocate(fd, 0, num_bytes)
+            return Segment(fd, self.path / name, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def namespace_times(self) -> dict[bytes, float]:
+        """When each namespace was last opened, in seconds since the epoch."""
+        matches = ((_NAMESPACE_NAME.fullmatch(entry.name), entry) for entry in os.scandir(self._fd))
+        return {
+            bytes.fromhex(match[1]): entry.stat(follow_symlinks=False).st_mtime for match, entry in matches if match
+        }
+
+    def touch_namespace(self, namespace: bytes) -> None:
+        """Note that a namespace is opened now. Its file is empty: the name and the time say it all. Raises OSError."""
+        flags = _FILE_FLAGS | os.O_CREAT
+        fd = os.open(f"namespace-{namespace.hex()}", flags, 0o600, dir_fd=self._fd)
+        try:
+            os.utime(fd)
+        finally:
+            os.close(fd)
+
+    def drop_namespace(self, namespace: bytes) -> None:
+        """Forget when a namespace was last opened. Raises OSError."""
+        self.unlink(f"namespace-{namespace.hex()}")
+
+    def sync(self) -> None:
+        """Wait until the folder's entries are on the medium. Raises OSError."""
+        os.fsync(self._fd)
+
+    def unlink(self, name: str) -> None:
+        """Take a file off the disk; its space is free once nobody reads it any more. Raises OSError."""
+        os.unlink(name, dir_fd=self._fd)
 
     def create(self, name: str, num_bytes: int) -> Segment:
         """Make a segment file with all of its blocks allocated. On any error the file is gone again.
@@ -94,19 +173,15 @@ class OwnedFolder:
             os.unlink(name, dir_fd=self._fd)
             raise
 
-    def remove(self, segment: Segment) -> None:
-        """Take a segment's file off the disk; its space is free once nobody reads it any more."""
-        os.unlink(segment.path.name, dir_fd=self._fd)
-
     def overhead_bytes(self) -> int:
-        """Allocated bytes of the folder itself and its lock, as `du` counts them."""
+        """Allocated bytes of the folder itself and its lock, as `du` counts them; the namespaces' files take none."""
         return (os.fstat(self._fd).st_blocks + os.fstat(self._lock_fd).st_blocks) * 512
 
     def close(self, keep_files: bool) -> None:
         """Give up the lock; unless `keep_files`, remove our files first, and the folder if nothing else is in it."""
         try:
             if not keep_files and os.getpid() == self._owner_pid:  # a forked child must not pull the files away
-                self._remove_segments()
+                self._remove_files()
                 os.unlink(_LOCK_NAME, dir_fd=self._fd)
                 os.rmdir(self.path)
         except OSError as error:
@@ -119,6 +194,10 @@ class OwnedFolder:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock_fd = -1
+
+
+def _is_data(name: str) -> bool:
+    return bool(_SEGMENT_NAME.fullmatch(name) or _NAMESPACE_NAME.fullmatch(name))
 
 
 def temporary_folder(root: Path) -> Path:

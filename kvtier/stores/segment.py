@@ -56,6 +56,10 @@ class Segment:
         start = offset_bytes - offset_bytes % mmap.PAGESIZE
         self._map.madvise(mmap.MADV_WILLNEED, start, min(num_bytes + offset_bytes - start, self.num_bytes - start))
 
+    def sync(self) -> None:
+        """Wait until all that was written is on the medium. Raises OSError."""
+        os.fdatasync(self._fd)
+
     def allocated_bytes(self) -> int:
         """As `du` counts it, the file system's own index blocks included."""
         return os.fstat(self._fd).st_blocks * 512
