@@ -247,6 +247,10 @@ class NvmeStore(Store):
         self._check_open()
         return self._space.ceiling_bytes()
 
+    def peak_bytes(self) -> int:
+        """The most that `used_bytes` ever was."""
+        return self._space.peak_bytes()
+
     def prefetch(self, slot: Slot, layer: int) -> None:
         """Ask the kernel to bring one slice into the page cache; returns at once. As `read_slice` for errors."""
         self.check_layer(layer)

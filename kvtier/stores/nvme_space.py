@@ -86,6 +86,7 @@ class SegmentSpace:
         self._is_short = False  # the last segment could not be made as long as planned
         self._lock = threading.Lock()
         self._closed = False
+        self._peak_bytes = 0
 
     def _planned_bytes(self, num_slots: int, segment: Segment | None = None) -> int:
         planned_bytes = segment_budget_bytes(num_slots, self._geometry.slot_bytes)
@@ -207,6 +208,7 @@ class SegmentSpace:
         while self.others and (
             self._taken_bytes() + planned_bytes > self._limits.budget_bytes or self._headroom_bytes() < file_bytes
         ):
+            self._peak_bytes = self.peak_bytes()
             other = self.others.pop(0)
             _log.info("nvme folder %s: %s is given up, which nothing here can read", self._folder.path, other.name)
             try:
@@ -232,6 +234,10 @@ class SegmentSpace:
             return 0
         files_bytes = sum(segment.allocated_bytes() for segment in list(self.segments))
         return self._folder.overhead_bytes() + files_bytes + sum(other.num_bytes for other in list(self.others))
+
+    def peak_bytes(self) -> int:
+        """The most that `used_bytes` ever was: files shrink only where one of others is given up."""
+        return max(self._peak_bytes, self.used_bytes())
 
     def ceiling_bytes(self) -> int:
         """What `used_bytes` can reach now: the budget, or less where the disk has no room for further segments."""

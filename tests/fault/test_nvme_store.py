@@ -270,7 +270,7 @@ FULL_DISK = """
     folder, limit_bytes, segment_bytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if limit_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    nvme_space.free_disk_bytes = lambda path: 1 << 40  # another process fills the disk between the check and the allocation
+    nvme_space.free_disk_bytes = lambda path: 1 << 40  # another process fills the disk after the check
     store = NvmeStore(SHAPE, 4 << 20, folder, False, segment_bytes, reserve_free_frac=0.0)
     written = 0
     try:
