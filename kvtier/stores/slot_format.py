@@ -161,7 +161,7 @@ class Geometry:
         # A header that was never written, or was taken back: its first bytes are zero.
         verdicts[~raw[:, : HEADER.itemsize].any(axis=1)] = Verdict.EMPTY.value
         ours = fields["magic"] == SLOT_MAGIC
-        verdicts[ours & (fields["version"] != VERSION)] = Verdict.FUTURE.value
+        verdicts[ours & (fields["version"] > VERSION)] = Verdict.FUTURE.value
         plausible = (
             ours
             & (fields["version"] == VERSION)
@@ -254,9 +254,9 @@ def read_superblock(page: Bytes) -> tuple[SegmentKind, Geometry | None, int]:
     fields = page[: SUPERBLOCK.itemsize].copy().view(SUPERBLOCK)[0]
     if fields["magic"] != SEGMENT_MAGIC:
         return nothing
-    if fields["version"] != VERSION:
+    if fields["version"] > VERSION:
         return SegmentKind.FUTURE, None, 0
-    if fields["checksum"] != checksum(page[: SUPERBLOCK.itemsize - CHECKSUM_BYTES]):
+    if fields["version"] != VERSION or fields["checksum"] != checksum(page[: SUPERBLOCK.itemsize - CHECKSUM_BYTES]):
         return nothing
     names = ("header_bytes", "slot_bytes", "slice_bytes", "num_slices")
     geometry = Geometry(*(int(fields[name]) for name in names))
