@@ -63,5 +63,6 @@ class Namespaces:
 
     def _drop(self, namespace: bytes) -> None:
         del self._opened_s[namespace]
+        self._touched_s.pop(namespace, None)
         with contextlib.suppress(OSError):
             self._folder.drop_namespace(namespace)

@@ -177,9 +177,7 @@ class Geometry:
             & (table["stored_bytes"] == self.slice_bytes).all(axis=1)
         )
         for row in np.flatnonzero(plausible):
-            end = int(fields["length"][row]) - CHECKSUM_BYTES
-            stored = raw[row, end : end + CHECKSUM_BYTES].tobytes()
-            if checksum(raw[row, :end]) == int.from_bytes(stored, "little"):
+            if is_signed(raw[row, : int(fields["length"][row])]):
                 verdicts[row] = Verdict.GOOD.value
         return Headers(verdicts, fields, table["checksum"])
 
@@ -192,6 +190,12 @@ class Geometry:
         """The content of one header, `[header_bytes]`, that was found GOOD."""
         num_bytes = int(raw[: HEADER.itemsize].view(HEADER)[0]["content_bytes"])
         return raw[self._content_offset : self._content_offset + num_bytes].tobytes()
+
+
+def is_signed(header: Bytes) -> bool:
+    """Whether a header of its own length ends with the checksum of what is before."""
+    stored = header[-CHECKSUM_BYTES:].tobytes()
+    return checksum(header[:-CHECKSUM_BYTES]) == int.from_bytes(stored, "little")
 
 
 class Verdict(enum.Enum):

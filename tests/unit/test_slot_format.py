@@ -1,4 +1,4 @@
-"""The format of slots and segments: what it is on disk, and what is refused. docs/nvme-format.md is compared with it."""
+"""The format of slots and segments: what it is on disk, what is refused. docs/nvme-format.md is compared with it."""
 
 from __future__ import annotations
 
@@ -202,7 +202,9 @@ def test_crafted_superblocks_whose_sizes_contradict_each_other_are_refused(field
 def rows(section: str) -> list[tuple[int, int, str]]:
     """Offset, bytes and field of each row of a section's table."""
     text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
-    return [(int(at), int(size), name) for at, size, name in re.findall(r"^\| (\d+) \| (\d+) \| `(\w+)` \|", text, re.M)]
+    return [
+        (int(at), int(size), name) for at, size, name in re.findall(r"^\| (\d+) \| (\d+) \| `(\w+)` \|", text, re.M)
+    ]
 
 
 @pytest.mark.parametrize(
