@@ -12,7 +12,7 @@ CODE := kvtier policies configs benchmarks docs tests
 # pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
 PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
 
-.PHONY: help install demo test check compat fix docs matrix mutants wheel-test test-cuda
+.PHONY: help install demo test check compat fix docs matrix mutants crash wheel-test test-cuda
 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
@@ -24,6 +24,7 @@ help:
 	@echo "make docs        write docs/configuration.md anew from the config's models"
 	@echo "make matrix      every mode x family x attention x dtype against plain transformers, into docs/matrix.md"
 	@echo "make mutants     seed bugs and see that the tests catch each"
+	@echo "make crash       200 SIGKILLs of a process that writes to an nvme folder; what is found again (10 to 20 minutes)"
 	@echo "make wheel-test  build the wheel and try it in a fresh environment"
 	@echo "make test-cuda   the tests that need a CUDA device"
 
@@ -75,6 +76,9 @@ matrix: install
 
 mutants: install
 	$(BIN)/python tests/mutants.py
+
+crash: install
+	$(BIN)/python -m tests.crash
 
 # build/ is removed first: setuptools would put files from it in the wheel that are no longer in the tree.
 # Core dependencies only, so this also shows that the command line starts without transformers.

@@ -23,9 +23,10 @@ from pydantic import (
 
 from kvtier.config_errors import check_shape, explain_all
 from kvtier.config_files import check_nvme_path, parse_yaml, read_source
+from kvtier.duration import Duration
 from kvtier.errors import ConfigError
 from kvtier.size import Size, SizeUnit
-from kvtier.types import AttentionMode, Tier
+from kvtier.types import AttentionMode, Survives, Tier
 
 
 def _more_than_nothing(size: Size) -> Size:
@@ -55,6 +56,7 @@ def _folder(value: object) -> Path:
 
 
 _Budget = Annotated[Size, PlainValidator(Size.parse), PlainSerializer(str)]
+_Duration = Annotated[Duration, PlainValidator(Duration.parse), PlainSerializer(str)]
 _PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*(:[A-Za-z_]\w*)?$", title="a name or module:Class")]
 _Frac = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, title="a fraction above 0, at most 1")]
 _SIZE_HELP = "a size such as 512MiB, 8GiB, 20GB, a whole number of bytes, or "
@@ -127,18 +129,29 @@ class NvmeTierConfig(_Strict):
         default=None, title="the path of a folder, or leave it out for a temporary one"
     )
     """Where the files lie: in a folder `kv` in this one, made with mode 0700 and owned by one process at a time. `~`
-    is expanded; a relative path starts at the current folder. The files stay after close, as space and never as
-    contents that a later process could read. Left out: a temporary folder in `~/.cache/kvtier/runs` (or below
-    `$XDG_CACHE_HOME`), removed on close. Give a path to choose the disk; the fastest local one is right, a network
-    folder is one warning."""
+    is expanded; a relative path starts at the current folder. The files stay after close, and a later process can find
+    the blocks in them that were written with their identity; nothing in TieredKV looks them up yet. Left out: a
+    temporary folder in `~/.cache/kvtier/runs` (or below `$XDG_CACHE_HOME`), removed on close. Give a path to choose the
+    disk; the fastest local one is right, a network folder is one warning."""
     io: Annotated[Literal["auto", "mmap"], _later("direct")] = Field(default="auto", title="auto or mmap")
     """How files are read. `mmap` is through the page cache; `auto` is the same in this version. `direct` comes later
     and is refused."""
     compression: Annotated[Literal["none"], _later("zstd")] = Field(default="none", title="none")
     """`none` keeps blocks as they are. `zstd` comes later and is refused."""
-    survives: Annotated[Literal["kill"], _later("power_loss")] = Field(default="kill", title="kill")
-    """After what the files are still whole: the death of the process. Nothing is flushed to the medium for it, and no
-    version reads them after a restart yet. `power_loss` comes later and is refused."""
+    survives: Survives = Field(default=Survives.KILL, strict=False, title="kill or power_loss")
+    """After what every block whose copy down had ended can still be found. `kill` is the death of the process: the
+    order of writes is enough, and nothing is flushed. `power_loss` is the death of the machine: each block waits for
+    the disk twice, which makes copies down slower. Whatever is lost, a block that is not whole is never served: it
+    has a checksum. Without a `path` it does nothing."""
+    namespace_ttl: _Duration = Field(default=Duration(14 * 86400), title="a duration such as 14d, 36h or seconds")
+    """Blocks of a model, adapter or setting that nobody opened for this long are overwritten before the folder grows;
+    younger ones only when the budget is used up, those opened longest ago first. A number is seconds; the units are
+    `s`, `min`, `h` and `d`. Raise it for models that run once a month."""
+    on_locked: Literal["error", "subfolder"] = Field(default="error", title="error or subfolder")
+    """What happens when another process, or another model in this one, owns the folder at `path`. `error` is a
+    `FolderInUseError`. `subfolder` gives this one a folder of its own in `shares` beside it, which goes when it closes
+    (or is swept by the next one, if it is killed) and in which no later process finds anything. Each share has the
+    whole `budget`: with three processes the path may take three times as much."""
 
 
 class TiersConfig(_Strict):

@@ -14,7 +14,7 @@ import torch
 from kvtier import system
 from kvtier.budget import GpuBudget, split_gpu_budget
 from kvtier.config import KVTierConfig, NvmeTierConfig
-from kvtier.errors import BudgetError, ClosedError
+from kvtier.errors import BudgetError, ClosedError, FolderInUseError
 from kvtier.executor import StepExecutor, StepLimits
 from kvtier.log import logger
 from kvtier.manager import TierManager
@@ -25,9 +25,9 @@ from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
+from kvtier.stores.folder import sweep_stale, temporary_folder
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.segment import sweep_stale, temporary_folder
 from kvtier.stores.slab import slot_bytes
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
@@ -43,6 +43,18 @@ class UntieredBytes(Protocol):
 def cache_folder() -> Path:
     """The user's cache folder for kvtier: `$XDG_CACHE_HOME/kvtier` or `~/.cache/kvtier`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+
+
+def _sweep(root: Path) -> None:
+    if root.is_dir():
+        for stale in sweep_stale(root):
+            logger.info("removed %s, left by a process that died", stale)
+
+
+def _own_folder(root: Path) -> Path:
+    """A new folder that goes with this process, in `root`, without what dead ones left there."""
+    _sweep(root)
+    return temporary_folder(root)
 
 
 @contextmanager
@@ -110,6 +122,9 @@ class Runtime:
         self.stores[Tier.GPU] = gpu
         self.stores = dict(sorted(self.stores.items()))
         self._pools = {tier: SlotPool(store.num_slots) for tier, store in self.stores.items()}
+        nvme = self.stores.get(Tier.NVME)
+        if isinstance(nvme, NvmeStore):
+            self._pools[Tier.NVME].hold_back(nvme.held_back())
         engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
         self.placement = Placement(
             self._pools,
@@ -165,18 +180,18 @@ class Runtime:
         shape, tiers = self.group.shape, self.config.tiers
         cpu_bytes = tiers.budget(Tier.CPU).resolve(system.memory_limit_bytes())
         if tiers.nvme is not None and tiers.nvme.budget.amount:
-            folder = self._nvme_folder(tiers.nvme)
+            folder = self._nvme_root(tiers.nvme)
             nvme_bytes = tiers.nvme.budget.resolve(system.free_disk_bytes(folder))
             if system.is_memory_backed(system.filesystem_kind(folder)):
                 nvme_bytes = min(nvme_bytes, cpu_bytes // 2)
                 cpu_bytes -= nvme_bytes
             self.budgets[Tier.NVME] = nvme_bytes
-            store = NvmeStore(shape, nvme_bytes, folder, persistent=tiers.nvme.path is not None)
+            store = self._nvme_store(tiers.nvme, nvme_bytes, folder)
             self.stores[Tier.NVME] = store
             if store.ceiling_bytes() < nvme_bytes:
                 logger.warning(
                     "tiers.nvme.budget is %d bytes, but the disk of %s has room for %d while 5%% of it stays free: "
-                    "going on with that", nvme_bytes, folder, store.ceiling_bytes(),
+                    "going on with that", nvme_bytes, store.folder, store.ceiling_bytes(),
                 )  # fmt: skip
         if cpu_bytes:
             num_slots = cpu_bytes // slot_bytes(shape)
@@ -195,18 +210,35 @@ class Runtime:
             with _budget_error("tiers.cpu.budget", cpu_bytes):
                 self.stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
 
-    def _nvme_folder(self, nvme: NvmeTierConfig) -> Path:
+    def _nvme_root(self, nvme: NvmeTierConfig) -> Path:
+        """The folder in which those of single processes lie."""
         root = nvme.path if nvme.path is not None else cache_folder() / "runs"
         kind = system.filesystem_kind(root)
         if system.is_doubtful(kind):
             detail = "its bytes count against tiers.cpu.budget" if system.is_memory_backed(kind) else "it may be slow"
             logger.warning("the nvme folder %s is on a %s file system: %s", root, kind, detail)
-        if nvme.path is not None:
-            return nvme.path / "kv"  # beside whatever else the user keeps there; all in it is ours
-        if root.is_dir():
-            for stale in sweep_stale(root):
-                logger.info("removed %s, left by a process that died", stale)
-        return temporary_folder(root)
+        return root
+
+    def _nvme_store(self, nvme: NvmeTierConfig, num_bytes: int, root: Path) -> NvmeStore:
+        if nvme.path is None:
+            return NvmeStore(self.group.shape, num_bytes, _own_folder(root), persistent=False)
+        shares = root / "shares"
+        _sweep(shares)
+        try:
+            return NvmeStore(
+                self.group.shape,
+                num_bytes,
+                root / "kv",  # beside whatever else the user keeps there; all in it is ours
+                persistent=True,
+                survives=nvme.survives,
+                namespace_ttl_s=nvme.namespace_ttl.seconds,
+            )
+        except FolderInUseError as error:
+            if nvme.on_locked == "error":
+                raise
+            share = _own_folder(shares)
+            logger.info("%s; this one uses %s", error, share)
+            return NvmeStore(self.group.shape, num_bytes, share, persistent=False)
 
     def _watermarks(self) -> dict[Tier, Watermark]:
         tiers = self.config.tiers

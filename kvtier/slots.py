@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Sequence
 
 from kvtier.errors import IntegrityError
 from kvtier.types import Slot
@@ -12,7 +14,7 @@ class SlotPool:
     """Free slots of one tier, handed out lowest first.
 
     Lowest first keeps neighbours in use together (long runs for attention) and lets a file-backed tier grow only as
-    far as it is needed.
+    far as it is needed. Slots that are held back go last, in the order given: what lies in them may still be of use.
 
     Cost: O(log free) a slot.
     """
@@ -21,9 +23,13 @@ class SlotPool:
         self.num_slots = num_slots
         self._ceiling = num_slots
         self._fresh = 0
-        """The lowest slot never handed out: those behind it are free too, and take no memory here."""
+        """From here on slots were never handed out, and take no memory here. Those before it that are held back
+        were not either."""
         self._free: list[int] = []  # a heap of slots given back, all below _fresh
         self._taken: set[int] = set()
+        self._held: deque[int] = deque()  # in the order to hand out
+        self._is_held: set[int] = set()
+        self._num_passed = 0  # held slots below _fresh
         self.peak_used = 0
 
     @property
@@ -34,7 +40,7 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         """Slots that `take` can still hand out."""
-        return len(self._free) + max(0, self._ceiling - self._fresh)
+        return len(self._free) + max(0, self._ceiling - self._fresh) + self._num_passed
 
     @property
     def num_used(self) -> int:
@@ -47,11 +53,18 @@ class SlotPool:
         return len(self._taken) / self._ceiling if self._ceiling else 1.0
 
     def take(self) -> Slot | None:
-        """Hand out the lowest free slot, or None when there is none."""
+        """Hand out the lowest free slot that is not held back, then the first that is, or None when there is none."""
+        while self._fresh < self._ceiling and self._fresh in self._is_held:
+            self._fresh += 1
+            self._num_passed += 1
         if self._free:
             slot = heapq.heappop(self._free)
         elif self._fresh < self._ceiling:
             slot, self._fresh = self._fresh, self._fresh + 1
+        elif self._held:
+            slot = self._held.popleft()
+            self._is_held.discard(slot)
+            self._num_passed -= 1
         else:
             return None
         self._taken.add(slot)
@@ -70,11 +83,25 @@ class SlotPool:
         if slot < self._ceiling:
             heapq.heappush(self._free, slot)
 
+    def hold_back(self, slots: Sequence[Slot]) -> None:
+        """Hand these out last, in this order. In place of what was said before; O(slots).
+
+        Slots that were handed out once are ordinary from then on: they are passed over here.
+        """
+        untouched = self._is_held
+        held = [slot for slot in slots if slot < self._ceiling and (slot in untouched or slot >= self._fresh)]
+        self._held, self._is_held = deque(held), set(held)
+        for slot in untouched - self._is_held:
+            if slot < min(self._fresh, self._ceiling):
+                heapq.heappush(self._free, slot)
+        self._num_passed = sum(slot < self._fresh for slot in held)
+
     def lower_ceiling(self, num_slots: int) -> None:
         """Use only slots below `num_slots` from now on (those in use beyond it stay until given back)."""
         self._ceiling = min(self._ceiling, max(0, num_slots))
         self._free = [slot for slot in self._free if slot < self._ceiling]
         heapq.heapify(self._free)
+        self.hold_back([Slot(slot) for slot in self._held])
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot below the ceiling is free or in use, and none is both."""
@@ -82,5 +109,14 @@ class SlotPool:
         if len(free) != len(self._free) or free & self._taken:
             raise IntegrityError("a slot is free twice, or free and in use")
         below = {slot for slot in self._taken if slot < self._ceiling}
-        if len(free) + len(below) != min(self._fresh, self._ceiling) or any(slot >= self._ceiling for slot in free):
-            raise IntegrityError(f"{len(free)} free + {len(below)} used slots are not {self._fresh} of {self._ceiling}")
+        num_passed = sum(slot < self._fresh for slot in self._held)
+        if len(self._held) != len(self._is_held) or self._is_held & (free | self._taken):
+            raise IntegrityError("a slot is held back twice, or free or in use as well")
+        num_known = len(free) + len(below) + num_passed
+        if num_known != min(self._fresh, self._ceiling) or any(slot >= self._ceiling for slot in free):
+            raise IntegrityError(
+                f"{len(free)} free + {len(below)} used + {num_passed} held slots are not {self._fresh} of "
+                f"{self._ceiling}"
+            )
+        if num_passed != self._num_passed:
+            raise IntegrityError(f"{num_passed} slots are held back, {self._num_passed} were counted")

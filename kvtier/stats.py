@@ -43,14 +43,15 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     store, pool = runtime.stores.get(tier), runtime.placement.pools.get(tier)
     if store is None or pool is None:
         return {"budget_bytes": 0, "used_bytes": 0, "peak_bytes": 0, "ceiling_bytes": 0, "num_slots": 0,
-                "used_slots": 0, "hit_frac": 0.0, "slices_read": 0, **_only_copies(runtime, tier)}  # fmt: skip
+                "used_slots": 0, "hit_frac": 0.0, "slices_read": 0, **_of_nvme(runtime, tier)}  # fmt: skip
     if isinstance(store, SlabStore):
         used, peak = (num * store.slot_bytes for num in (pool.num_used, pool.peak_used))
         if tier is Tier.GPU:
             used += runtime.gpu_budget.fixed_bytes + runtime.untiered_bytes()
             peak += runtime.gpu_budget.fixed_bytes + runtime.untiered_peak_bytes
-    else:  # segments are never given back before close, so now is the peak
-        used = peak = store.used_bytes()
+    else:
+        used = store.used_bytes()
+        peak = store.peak_bytes() if isinstance(store, NvmeStore) else used
     stats: dict[str, Any] = {
         "budget_bytes": runtime.budgets[tier],
         "used_bytes": used,
@@ -63,14 +64,18 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     }
     if isinstance(store, NvmeStore):
         stats["folder"] = str(store.folder)
-    return {**stats, **_only_copies(runtime, tier)}
+    return {**stats, **_of_nvme(runtime, tier)}
 
 
-def _only_copies(runtime: Runtime, tier: Tier) -> dict[str, int]:
+def _of_nvme(runtime: Runtime, tier: Tier) -> dict[str, int]:
     if tier is not Tier.NVME:
         return {}
     each = runtime.group.shape.block_bytes
+    store = runtime.stores.get(tier)
+    found, quarantined = (store.num_found, store.num_quarantined) if isinstance(store, NvmeStore) else (0, 0)
     return {
+        "found": found,
+        "quarantined": quarantined,
         "only_copy_bytes": runtime.placement.residency.num_only_nvme * each,
         "only_copy_peak_bytes": runtime.metrics.only_copy_peak_blocks * each,
     }

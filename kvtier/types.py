@@ -77,6 +77,27 @@ class BlockShape:
         return self.num_layers * self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
 
 
+class Survives(enum.Enum):
+    """After what the nvme tier's files are still whole."""
+
+    KILL = "kill"
+    """The death of the process: the order of writes is enough, the kernel has them all."""
+    POWER_LOSS = "power_loss"
+    """The death of the machine: each block is flushed to the medium, then its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLabel:
+    """By what a later process finds a slot again. A store compares its parts and knows nothing of what they mean."""
+
+    namespace: bytes
+    """32 bytes: everything that makes KV bytes valid, from the weights to the tenant's salt."""
+    identity: bytes
+    """32 bytes: which block it is."""
+    content: bytes
+    """The caller's own encoding of the block's tokens, compared byte by byte: a collision of identities is seen."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers of one kind on one device, whose blocks live and die together.

@@ -71,7 +71,7 @@ SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
-NVME, SEGMENT, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "segment", "gpu", "slab"))
+NVME, SEGMENT, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "segment", "folder", "gpu", "slab"))
 
 MUTANTS = [
     # the manager
@@ -449,7 +449,7 @@ MUTANTS = [
         "self._checksums.get(slot, None)  # before",
     ),
     Mutant(
-        "nvme segments not preallocated", SEGMENT, "os.posix_fallocate(fd, 0, num_bytes)", "os.ftruncate(fd, num_bytes)"
+        "nvme segments not preallocated", FOLDER, "os.posix_fallocate(fd, 0, num_bytes)", "os.ftruncate(fd, num_bytes)"
     ),
     Mutant("nvme truncated file read through its mapping", SEGMENT, "if size_bytes < end_bytes:", "if end_bytes < 0:"),
     Mutant("nvme short writes believed", SEGMENT, "        while left:\n", "        if left:\n"),

@@ -1,132 +1,20 @@
-"""The files of an nvme folder: its lock, its preallocated segments, and folders that live as long as a process.
-
-Every file is 0600 in a folder 0700, is opened relative to the folder's descriptor and never through a symlink.
-"""
+"""The preallocated files of the nvme tier."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import logging
 import mmap
 import os
-import re
-import secrets
-import stat
 import weakref
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError, FolderInUseError, NoSpaceError, ShortReadError, StoreError
+from kvtier.errors import NoSpaceError, ShortReadError
 
 PAGE_BYTES = 4096  # the file system's block, to which slots are aligned
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-_LOCK_NAME = "lock"
-_SEGMENT_NAME = re.compile(r"segment-\d{5,}\.kvt")
-_RUN_NAME = re.compile(r"run-\d+-[0-9a-f]+")
-_TEMPORARY_NAME = re.compile(r"(run|new)-\d+-[0-9a-f]+")  # of another process, which shares the folder as its root
-_FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-
-_log = logging.getLogger("kvtier")
-
-# Locks taken by temporary_folder, until an OwnedFolder takes them over: a new folder is never seen unlocked.
-_claimed_lock_fds: dict[Path, int] = {}
-
-
-class OwnedFolder:
-    """A folder that this process alone writes to, for as long as it holds `flock` on the file `lock` in it.
-
-    Segment files that an earlier process left are removed: without a trusted index nobody can say whose KV they hold,
-    so their contents are never readable. (An index that survives a restart is a later issue's.)
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Make or open `path`, take its lock, remove leftover segments.
-
-        Raises:
-            FolderInUseError: another store, here or in another process, owns it. Nothing in it was touched.
-            ConfigError: not a folder, not ours, not writable, or it holds files that kvtier did not make.
-        """
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path = path.resolve(strict=True)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise _unusable(path, error) from error
-        self._lock_fd = _claimed_lock_fds.pop(self.path, -1)
-        self._owner_pid = os.getpid()
-        try:
-            self._check_contents()
-            if self._lock_fd < 0:
-                self._lock_fd = _take_lock(self._fd, self.path)
-            os.fchmod(self._fd, 0o700)
-            self._remove_segments()
-        except BaseException as error:
-            self._close_fds()
-            if isinstance(error, OSError) and not isinstance(error, StoreError):
-                raise _unusable(path, error) from error
-            raise
-
-    def _check_contents(self) -> None:
-        """Refuse a folder with anything of somebody else's: its mode is about to change, and `du` counts it all."""
-        for entry in os.scandir(self._fd):
-            is_file = entry.is_file(follow_symlinks=False)
-            ours = (is_file and (entry.name == _LOCK_NAME or _SEGMENT_NAME.fullmatch(entry.name))) or (
-                entry.is_dir(follow_symlinks=False) and _TEMPORARY_NAME.fullmatch(entry.name)
-            )
-            if not ours:
-                kind = "a symlink" if entry.is_symlink() else "not kvtier's"
-                raise ConfigError(f"nvme folder {self.path}: {entry.name} in it is {kind}; give a folder of its own")
-
-    def _remove_segments(self) -> None:
-        names = [entry.name for entry in os.scandir(self._fd) if _SEGMENT_NAME.fullmatch(entry.name)]
-        for name in names:
-            os.unlink(name, dir_fd=self._fd)
-
-    def create(self, name: str, num_bytes: int) -> Segment:
-        """Make a segment file with all of its blocks allocated. On any error the file is gone again.
-
-        Raises:
-            OSError: NO_SPACE_ERRNOS when the disk, quota or file size limit is reached; EEXIST for a planted file.
-        """
-        fd = os.open(name, _FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
-        try:
-            # First of all: a write through a sparse mapping on a full disk is a SIGBUS, this is an ENOSPC.
-            os.posix_fallocate(fd, 0, num_bytes)
-            return Segment(fd, self.path / name, num_bytes)
-        except BaseException:
-            os.close(fd)
-            os.unlink(name, dir_fd=self._fd)
-            raise
-
-    def remove(self, segment: Segment) -> None:
-        """Take a segment's file off the disk; its space is free once nobody reads it any more."""
-        os.unlink(segment.path.name, dir_fd=self._fd)
-
-    def overhead_bytes(self) -> int:
-        """Allocated bytes of the folder itself and its lock, as `du` counts them."""
-        return (os.fstat(self._fd).st_blocks + os.fstat(self._lock_fd).st_blocks) * 512
-
-    def close(self, keep_files: bool) -> None:
-        """Give up the lock; unless `keep_files`, remove our files first, and the folder if nothing else is in it."""
-        try:
-            if not keep_files and os.getpid() == self._owner_pid:  # a forked child must not pull the files away
-                self._remove_segments()
-                os.unlink(_LOCK_NAME, dir_fd=self._fd)
-                os.rmdir(self.path)
-        except OSError as error:
-            _log.warning("nvme folder %s could not be removed: %s", self.path, error)
-        finally:
-            self._close_fds()
-
-    def _close_fds(self) -> None:
-        for fd in (self._fd, self._lock_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._lock_fd = -1
 
 
 class Segment:
@@ -168,6 +56,10 @@ class Segment:
         start = offset_bytes - offset_bytes % mmap.PAGESIZE
         self._map.madvise(mmap.MADV_WILLNEED, start, min(num_bytes + offset_bytes - start, self.num_bytes - start))
 
+    def sync(self) -> None:
+        """Wait until all that was written is on the medium. Raises OSError."""
+        os.fdatasync(self._fd)
+
     def allocated_bytes(self) -> int:
         """As `du` counts it, the file system's own index blocks included."""
         return os.fstat(self._fd).st_blocks * 512
@@ -177,76 +69,8 @@ class Segment:
         return os.fstat(self._fd).st_size
 
 
-def temporary_folder(root: Path) -> Path:
-    """Make `root/run-<pid>-<random>` (0700), locked from birth, so that no `sweep_stale` takes it for a dead owner's.
-
-    Hand it to one `NvmeStore(persistent=False)`, which takes the lock over. Raises ConfigError.
-    """
-    name = f"{os.getpid()}-{secrets.token_hex(8)}"
-    hidden, final = root / f"new-{name}", root / f"run-{name}"
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        hidden.mkdir(mode=0o700)
-        folder_fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            lock_fd = _take_lock(folder_fd, hidden)
-        finally:
-            os.close(folder_fd)
-        hidden.rename(final)
-    except OSError as error:
-        raise _unusable(root, error) from error
-    _claimed_lock_fds[final.resolve()] = lock_fd
-    return final
-
-
-def sweep_stale(root: Path) -> list[Path]:
-    """Remove the `run-*` folders in `root` whose owner is dead, that is whose lock can be taken; return their paths."""
-    removed: list[Path] = []
-    for path in sorted(root.glob("run-*")):
-        if path.is_symlink() or not path.is_dir() or not _RUN_NAME.fullmatch(path.name):
-            continue
-        if path.resolve() in _claimed_lock_fds:  # ours, and not yet handed to its store
-            continue
-        try:
-            OwnedFolder(path).close(keep_files=False)
-        except (FolderInUseError, ConfigError):
-            continue  # alive, or not ours to remove
-        if not path.exists():
-            removed.append(path)
-    return removed
-
-
 def no_space(error: OSError, path: Path, available_slots: int) -> NoSpaceError:
     """An OSError of NO_SPACE_ERRNOS in the words of a store."""
     reason = f"{errno.errorcode.get(error.errno or 0, '?')} ({os.strerror(error.errno or 0)})"
     message = f"nvme store: no space for {path}: {reason}; {available_slots} slots have backing"
     return NoSpaceError(message, available_slots)
-
-
-def _unusable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"nvme folder {path}: {os.strerror(error.errno or 0)}; give a folder that you may write to")
-
-
-def _take_lock(folder_fd: int, path: Path) -> int:
-    """Descriptor of the folder's lock file, flocked, our pid written in it."""
-    fd = os.open(_LOCK_NAME, _FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder_fd)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ConfigError(f"nvme folder {path}: lock is not a file; remove it")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            raise FolderInUseError(
-                f"nvme folder {path} belongs to process {owner}, which is alive: set tiers.nvme.path "
-                "to another folder, or leave it out for a temporary one"
-            ) from None
-        if os.stat(_LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(fd).st_ino:
-            raise FolderInUseError(f"nvme folder {path} is being removed by its owner; try again")
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

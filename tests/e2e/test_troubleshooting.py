@@ -62,7 +62,7 @@ class Bench:
         def failing(*_: Any) -> None:
             raise OSError(error, os.strerror(error))
 
-        self.monkeypatch.setattr(f"kvtier.stores.segment.os.{function}", failing)
+        self.monkeypatch.setattr(f"os.{function}", failing)
 
 
 def unsupported(bench: Bench) -> None:
@@ -118,8 +118,9 @@ def broken_disk(bench: Bench) -> None:
 def flipped(bench: Bench) -> None:
     store = bench.store()
     with next(bench.folder.glob("segment-*")).open("r+b") as file:
+        file.seek(2 * 4096)  # behind the superblock and the slot's header
         first = file.read(1)
-        file.seek(0)
+        file.seek(2 * 4096)
         file.write(bytes([first[0] ^ 1]))
     read(store, 0)
 

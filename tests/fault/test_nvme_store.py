@@ -26,6 +26,7 @@ from kvtier.errors import (
     StoreError,
 )
 from kvtier.stores.nvme import NvmeStore, min_budget_bytes, sweep_stale, temporary_folder
+from kvtier.stores.segment import PAGE_BYTES
 from kvtier.system import allocated_bytes
 from kvtier.testing.stores import SHAPES, random_block, read, read_slice
 from kvtier.types import BlockShape, Slot
@@ -56,6 +57,12 @@ def segments(store: NvmeStore) -> list[Path]:
     return sorted(store.folder.glob("segment-*.kvt"))
 
 
+def place_of(store: NvmeStore, slot: int, layer: int = 0) -> int:
+    """Where a slice begins in the first segment."""
+    header_bytes = store.slot_bytes - SHAPE.block_bytes  # of a shape whose block is whole pages
+    return PAGE_BYTES + slot * store.slot_bytes + header_bytes + layer * SHAPE.slice_bytes
+
+
 def edit(path: Path, offset_bytes: int, change: Callable[[bytes], bytes], num_bytes: int = 1) -> None:
     with path.open("r+b") as file:
         file.seek(offset_bytes)
@@ -71,8 +78,7 @@ def edit(path: Path, offset_bytes: int, change: Callable[[bytes], bytes], num_by
 @pytest.mark.parametrize("place", [0, SHAPE.key_bytes, SHAPE.slice_bytes - 1])
 def test_one_flipped_bit_is_seen_in_its_slice_only(store: NvmeStore, layer: int, place: int) -> None:
     blocks = fill(store, 2)
-    offset_bytes = store.slot_bytes + layer * SHAPE.slice_bytes + place
-    edit(segments(store)[0], offset_bytes, lambda data: bytes([data[0] ^ 4]))
+    edit(segments(store)[0], place_of(store, 1, layer) + place, lambda data: bytes([data[0] ^ 4]))
     with pytest.raises(ChecksumError, match=rf"slot 1, layer {layer} of .*segment-00000\.kvt"):
         read_slice(store, 1, layer)
     with pytest.raises(ChecksumError):
@@ -88,7 +94,7 @@ def test_one_flipped_bit_is_seen_in_its_slice_only(store: NvmeStore, layer: int,
 def test_swapped_slots_are_seen(store: NvmeStore) -> None:
     fill(store, 2)
     path, size = segments(store)[0], store.slot_bytes
-    edit(path, 0, lambda data: data[size:] + data[:size], num_bytes=2 * size)
+    edit(path, PAGE_BYTES, lambda data: data[size:] + data[:size], num_bytes=2 * size)
     for slot in range(2):
         with pytest.raises(ChecksumError):
             read(store, slot)
@@ -99,7 +105,7 @@ def test_swapped_slots_are_seen(store: NvmeStore) -> None:
 def test_swapped_slices_are_seen(store: NvmeStore) -> None:
     fill(store, 1)
     size = SHAPE.slice_bytes
-    edit(segments(store)[0], 0, lambda data: data[size:] + data[:size], num_bytes=2 * size)
+    edit(segments(store)[0], place_of(store, 0), lambda data: data[size:] + data[:size], num_bytes=2 * size)
     with pytest.raises(ChecksumError):
         read_slice(store, 0, 1)
 
@@ -160,6 +166,7 @@ def test_a_slot_is_unreadable_while_it_is_written(store: NvmeStore, monkeypatch:
 
 
 def test_short_writes_are_continued(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, 1)  # the segment is there
     block = random_block(store, 1)
     real, calls = os.pwrite, []
 
@@ -229,11 +236,11 @@ def test_a_budget_without_room_for_a_slot_states_its_minimum(tmp_path: Path) -> 
 
 def test_a_part_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free_bytes = [10 << 20]
-    monkeypatch.setattr("kvtier.stores.nvme.free_disk_bytes", lambda path: free_bytes[0])
-    monkeypatch.setattr("kvtier.stores.nvme.disk_total_bytes", lambda path: 100 << 20)
+    monkeypatch.setattr("kvtier.stores.nvme_space.free_disk_bytes", lambda path: free_bytes[0])
+    monkeypatch.setattr("kvtier.stores.nvme_space.disk_total_bytes", lambda path: 100 << 20)
     store = NvmeStore(SHAPE, BUDGET_BYTES, tmp_path / "kv", persistent=False, reserve_free_frac=0.05)
     blocks = fill(store, 1)
-    per_segment = segments(store)[0].stat().st_size // store.slot_bytes
+    per_segment = (segments(store)[0].stat().st_size - PAGE_BYTES) // store.slot_bytes
     assert store.ceiling_bytes() == BUDGET_BYTES
     free_bytes[0] = 5 << 20
     assert store.ceiling_bytes() == store.used_bytes()
@@ -253,7 +260,7 @@ FULL_DISK = """
     import resource, sys
     from pathlib import Path
     from kvtier.errors import NoSpaceError
-    from kvtier.stores import nvme
+    from kvtier.stores import nvme_space
     from kvtier.stores.nvme import NvmeStore
     from kvtier.system import allocated_bytes
     from kvtier.testing.stores import random_block, read
@@ -263,7 +270,7 @@ FULL_DISK = """
     folder, limit_bytes, segment_bytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if limit_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    nvme.free_disk_bytes = lambda path: 1 << 40  # another process fills the disk between the check and the allocation
+    nvme_space.free_disk_bytes = lambda path: 1 << 40  # another process fills the disk after the check
     store = NvmeStore(SHAPE, 4 << 20, folder, False, segment_bytes, reserve_free_frac=0.0)
     written = 0
     try:
@@ -392,11 +399,11 @@ def test_another_process_is_refused_until_the_owner_is_killed(tmp_path: Path) ->
     store = open_store(folder, persistent=True)  # the kernel has freed the lock
     with pytest.raises(StoreError, match="nothing readable"):
         read(store, 0)
-    assert segments(store) == []
+    assert store.num_found == store.num_quarantined == 0
     store.close()
 
 
-def test_leftovers_of_a_closed_store_are_never_readable(tmp_path: Path) -> None:
+def test_leftovers_without_a_label_are_never_readable(tmp_path: Path) -> None:
     first = open_store(tmp_path / "kv", persistent=True)
     fill(first, first.num_slots)
     first.close()
@@ -512,10 +519,10 @@ def test_close_leaves_what_is_not_ours(store: NvmeStore, caplog: pytest.LogCaptu
 def test_a_late_reader_outlives_close(store: NvmeStore) -> None:
     # The runtime stops transfers first; should one be late all the same, it must not crash or reach another file.
     block = fill(store, 1)[0]
-    held = store._segments[0]
+    held, offset_bytes = store._space.segments[0], place_of(store, 0)
     store.close()
     out = torch.empty(SHAPE.block_bytes, dtype=torch.uint8)
-    held.read(0, out.numpy())
+    held.read(offset_bytes, out.numpy())
     assert torch.equal(out, block)
 
 

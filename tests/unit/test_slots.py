@@ -68,6 +68,53 @@ def test_a_tier_without_slots_is_full() -> None:
     assert SlotPool(0).used_frac == 1.0
 
 
+def test_what_is_held_back_goes_last_in_the_order_given() -> None:
+    pool = SlotPool(6)
+    pool.hold_back([Slot(4), Slot(0), Slot(3)])
+    assert (pool.num_free, pool.num_used) == (6, 0)
+    assert take(pool, 3) == [1, 2, 5]
+    assert pool.num_free == 3
+    pool.check_integrity()
+    pool.give_back(Slot(2))
+    assert take(pool, 5) == [2, 4, 0, 3, None]
+    pool.give_back(Slot(4))  # handed out once: an ordinary slot
+    pool.give_back(Slot(1))
+    pool.hold_back([Slot(4), Slot(1)])
+    assert take(pool, 2) == [1, 4]
+    pool.check_integrity()
+
+
+def test_holding_back_can_be_said_anew() -> None:
+    pool = SlotPool(6)
+    pool.hold_back([Slot(1), Slot(2), Slot(5)])
+    assert take(pool, 2) == [0, 3]
+    pool.hold_back([Slot(5), Slot(2), Slot(0)])  # 1 is ordinary now, 0 was handed out
+    assert pool.num_free == 4
+    pool.check_integrity()
+    assert take(pool, 5) == [1, 4, 5, 2, None]
+    pool.check_integrity()
+
+
+def test_a_lowered_ceiling_retires_what_is_held_back_too() -> None:
+    pool = SlotPool(6)
+    pool.hold_back([Slot(5), Slot(0), Slot(4)])
+    assert take(pool, 3) == [1, 2, 3]
+    pool.lower_ceiling(4)
+    assert pool.num_free == 1
+    pool.check_integrity()
+    assert take(pool, 2) == [0, None]
+    pool.check_integrity()
+
+
+def test_integrity_sees_a_slot_that_is_held_back_and_free() -> None:
+    pool = SlotPool(3)
+    pool.hold_back([Slot(0)])
+    pool.take()
+    pool._free.append(0)
+    with pytest.raises(IntegrityError, match="held back twice, or free"):
+        pool.check_integrity()
+
+
 def test_integrity_sees_a_slot_that_is_free_and_in_use_and_one_that_is_lost() -> None:
     pool = SlotPool(3)
     slot = pool.take()

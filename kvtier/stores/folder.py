@@ -1,0 +1,268 @@
+"""Whose folder it is: locks, the files that may lie in it, and folders that live as long as a process.
+
+Every file is 0600 in a folder 0700, is opened relative to the folder's descriptor and never through a symlink.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ConfigError, FolderInUseError, StoreError
+from kvtier.stores.segment import Segment
+
+_LOCK_NAME = "lock"
+_SEGMENT_NAME = re.compile(r"segment-\d{5,}\.kvt")
+_NAMESPACE_NAME = re.compile(r"namespace-([0-9a-f]{64})")
+_RUN_NAME = re.compile(r"run-\d+-[0-9a-f]+")
+_TEMPORARY_NAME = re.compile(r"(run|new)-\d+-[0-9a-f]+")  # of another process, which shares the folder as its root
+_FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_log = logging.getLogger("kvtier")
+
+# Locks taken by temporary_folder, until an OwnedFolder takes them over: a new folder is never seen unlocked.
+_claimed_lock_fds: dict[Path, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """A segment file that an earlier process left, by what the file system says of it."""
+
+    name: str
+    size_bytes: int
+    allocated_bytes: int
+    changed_s: float
+    is_private: bool
+    """Whether only its owner could read and write it."""
+
+
+class OwnedFolder:
+    """A folder that this process alone writes to, for as long as it holds `flock` on the file `lock` in it."""
+
+    def __init__(self, path: Path, keep_files: bool = False) -> None:
+        """Make or open `path` and take its lock; unless `keep_files`, remove what an earlier process left.
+
+        Raises:
+            FolderInUseError: another store, here or in another process, owns it. Nothing in it was touched.
+            ConfigError: not a folder, not ours, not writable, or it holds files that kvtier did not make.
+        """
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path = path.resolve(strict=True)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        self._lock_fd = _claimed_lock_fds.pop(self.path, -1)
+        self._owner_pid = os.getpid()
+        try:
+            self._check_contents()
+            if self._lock_fd < 0:
+                self._lock_fd = _take_lock(self._fd, self.path)
+            os.fchmod(self._fd, 0o700)
+            if not keep_files:
+                self._remove_files()
+        except BaseException as error:
+            self._close_fds()
+            if isinstance(error, OSError) and not isinstance(error, StoreError):
+                raise _unusable(path, error) from error
+            raise
+
+    def _check_contents(self) -> None:
+        """Refuse a folder with anything of somebody else's: its mode is about to change, and `du` counts it all."""
+        self._check_owner(os.fstat(self._fd), "it")
+        for entry in os.scandir(self._fd):
+            is_file = entry.is_file(follow_symlinks=False)
+            ours = (is_file and (entry.name == _LOCK_NAME or _is_data(entry.name))) or (
+                entry.is_dir(follow_symlinks=False) and _TEMPORARY_NAME.fullmatch(entry.name)
+            )
+            if not ours:
+                kind = "a symlink" if entry.is_symlink() else "not kvtier's"
+                raise ConfigError(f"nvme folder {self.path}: {entry.name} in it is {kind}; give a folder of its own")
+            self._check_owner(entry.stat(follow_symlinks=False), entry.name)
+
+    def _check_owner(self, status: os.stat_result, what: str) -> None:
+        """Root may open anything: what another user put there is still not ours to read."""
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"nvme folder {self.path}: {what} belongs to user {status.st_uid}, not to {os.geteuid()}; give a "
+                "folder of your own"
+            )
+
+    def _remove_files(self) -> None:
+        names = [entry.name for entry in os.scandir(self._fd) if _is_data(entry.name)]
+        for name in names:
+            self.unlink(name)
+
+    def segment_files(self) -> list[SegmentFile]:
+        """The segment files that are there, by name."""
+        names = sorted(entry.name for entry in os.scandir(self._fd) if _SEGMENT_NAME.fullmatch(entry.name))
+        return [self._describe(name, os.stat(name, dir_fd=self._fd, follow_symlinks=False)) for name in names]
+
+    def _describe(self, name: str, status: os.stat_result) -> SegmentFile:
+        is_private = not stat.S_IMODE(status.st_mode) & 0o077
+        return SegmentFile(name, status.st_size, status.st_blocks * 512, status.st_mtime, is_private)
+
+    def open_file(self, name: str) -> int:
+        """A descriptor for reading a file of the folder, the caller's to close. Raises OSError."""
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+
+    def adopt(self, name: str, num_bytes: int) -> Segment:
+        """A segment of `num_bytes` from a file that is there: cut to that length, its holes allocated.
+
+        Raises OSError; the file is still there then.
+        """
+        fd = os.open(name, _FILE_FLAGS, dir_fd=self._fd)
+        try:
+            status = os.fstat(fd)
+            if status.st_size != num_bytes:
+                os.ftruncate(fd, num_bytes)
+            if status.st_blocks * 512 < num_bytes:  # by reading and writing on some file systems, so not for nothing
+                os.posix_fallocate(fd, 0, num_bytes)
+            return Segment(fd, self.path / name, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def namespace_times(self) -> dict[bytes, float]:
+        """When each namespace was last opened, in seconds since the epoch."""
+        matches = ((_NAMESPACE_NAME.fullmatch(entry.name), entry) for entry in os.scandir(self._fd))
+        return {
+            bytes.fromhex(match[1]): entry.stat(follow_symlinks=False).st_mtime for match, entry in matches if match
+        }
+
+    def touch_namespace(self, namespace: bytes) -> None:
+        """Note that a namespace is opened now. Its file is empty: the name and the time say it all. Raises OSError."""
+        flags = _FILE_FLAGS | os.O_CREAT
+        fd = os.open(f"namespace-{namespace.hex()}", flags, 0o600, dir_fd=self._fd)
+        try:
+            os.utime(fd)
+        finally:
+            os.close(fd)
+
+    def drop_namespace(self, namespace: bytes) -> None:
+        """Forget when a namespace was last opened. Raises OSError."""
+        self.unlink(f"namespace-{namespace.hex()}")
+
+    def sync(self) -> None:
+        """Wait until the folder's entries are on the medium. Raises OSError."""
+        os.fsync(self._fd)
+
+    def unlink(self, name: str) -> None:
+        """Take a file off the disk; its space is free once nobody reads it any more. Raises OSError."""
+        os.unlink(name, dir_fd=self._fd)
+
+    def create(self, name: str, num_bytes: int) -> Segment:
+        """Make a segment file with all of its blocks allocated. On any error the file is gone again.
+
+        Raises:
+            OSError: NO_SPACE_ERRNOS when the disk, quota or file size limit is reached; EEXIST for a planted file.
+        """
+        fd = os.open(name, _FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
+        try:
+            # First of all: a write through a sparse mapping on a full disk is a SIGBUS, this is an ENOSPC.
+            os.posix_fallocate(fd, 0, num_bytes)
+            return Segment(fd, self.path / name, num_bytes)
+        except BaseException:
+            os.close(fd)
+            os.unlink(name, dir_fd=self._fd)
+            raise
+
+    def overhead_bytes(self) -> int:
+        """Allocated bytes of the folder itself and its lock, as `du` counts them; the namespaces' files take none."""
+        return (os.fstat(self._fd).st_blocks + os.fstat(self._lock_fd).st_blocks) * 512
+
+    def close(self, keep_files: bool) -> None:
+        """Give up the lock; unless `keep_files`, remove our files first, and the folder if nothing else is in it."""
+        try:
+            if not keep_files and os.getpid() == self._owner_pid:  # a forked child must not pull the files away
+                self._remove_files()
+                os.unlink(_LOCK_NAME, dir_fd=self._fd)
+                os.rmdir(self.path)
+        except OSError as error:
+            _log.warning("nvme folder %s could not be removed: %s", self.path, error)
+        finally:
+            self._close_fds()
+
+    def _close_fds(self) -> None:
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock_fd = -1
+
+
+def _is_data(name: str) -> bool:
+    return bool(_SEGMENT_NAME.fullmatch(name) or _NAMESPACE_NAME.fullmatch(name))
+
+
+def temporary_folder(root: Path) -> Path:
+    """Make `root/run-<pid>-<random>` (0700), locked from birth, so that no `sweep_stale` takes it for a dead owner's.
+
+    Hand it to one `NvmeStore(persistent=False)`, which takes the lock over. Raises ConfigError.
+    """
+    name = f"{os.getpid()}-{secrets.token_hex(8)}"
+    hidden, final = root / f"new-{name}", root / f"run-{name}"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        hidden.mkdir(mode=0o700)
+        folder_fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            lock_fd = _take_lock(folder_fd, hidden)
+        finally:
+            os.close(folder_fd)
+        hidden.rename(final)
+    except OSError as error:
+        raise _unusable(root, error) from error
+    _claimed_lock_fds[final.resolve()] = lock_fd
+    return final
+
+
+def sweep_stale(root: Path) -> list[Path]:
+    """Remove the `run-*` folders in `root` whose owner is dead, that is whose lock can be taken; return their paths."""
+    removed: list[Path] = []
+    for path in sorted(root.glob("run-*")):
+        if path.is_symlink() or not path.is_dir() or not _RUN_NAME.fullmatch(path.name):
+            continue
+        if path.resolve() in _claimed_lock_fds:  # ours, and not yet handed to its store
+            continue
+        try:
+            OwnedFolder(path).close(keep_files=False)
+        except (FolderInUseError, ConfigError):
+            continue  # alive, or not ours to remove
+        if not path.exists():
+            removed.append(path)
+    return removed
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"nvme folder {path}: {os.strerror(error.errno or 0)}; give a folder that you may write to")
+
+
+def _take_lock(folder_fd: int, path: Path) -> int:
+    """Descriptor of the folder's lock file, flocked, our pid written in it."""
+    fd = os.open(_LOCK_NAME, _FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder_fd)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"nvme folder {path}: lock is not a file; remove it")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise FolderInUseError(
+                f"nvme folder {path} belongs to process {owner}, which is alive: set tiers.nvme.path "
+                "to another folder, or leave it out for a temporary one"
+            ) from None
+        if os.stat(_LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(fd).st_ino:
+            raise FolderInUseError(f"nvme folder {path} is being removed by its owner; try again")
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

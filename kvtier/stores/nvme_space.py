@@ -1,0 +1,280 @@
+"""Which file backs which slot, and what may be on disk: segments grow as they are needed, within the budget."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ClosedError, IntegrityError, NoSpaceError, StoreError
+from kvtier.stores.folder import OwnedFolder
+from kvtier.stores.namespaces import Age
+from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes, slots_of_segments
+from kvtier.stores.segment import NO_SPACE_ERRNOS, PAGE_BYTES, Segment, no_space
+from kvtier.stores.slot_format import Geometry
+from kvtier.system import disk_total_bytes, free_disk_bytes
+from kvtier.types import Slot
+
+_SMALLEST_FRACTION = 8  # a small budget is taken from the disk in about this many pieces
+
+_log = logging.getLogger("kvtier")
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFile:
+    """A segment file that is not read: of another model or block size, of a later version, or damaged."""
+
+    name: str
+    num_bytes: int
+    age: Age
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceLimits:
+    """What the files may take.
+
+    `budget_bytes` is for the whole folder, `segment_bytes_max` for what is taken from the disk at a time, and
+    `reserve_free_frac` of the disk stays free.
+    """
+
+    budget_bytes: int
+    segment_bytes_max: int
+    reserve_free_frac: float
+
+    def new_segments(self, geometry: Geometry, taken_bytes: int = 0) -> list[int]:
+        """The slots of each segment that the budget has room for beside `taken_bytes` of others."""
+        each_bytes = min(self.segment_bytes_max, self.budget_bytes // _SMALLEST_FRACTION)
+        slots_per_segment = max(1, each_bytes // geometry.slot_bytes)
+        room_bytes = self.budget_bytes - FOLDER_BYTES - taken_bytes
+        return slots_of_segments(room_bytes, geometry.slot_bytes, slots_per_segment)
+
+
+class SegmentSpace:
+    """Slots by segment: first those of the segments that were there, then those still to be made, in order.
+
+    A segment is made when a slot of it is first written, while `reserve_free_frac` of the disk stays free; files of
+    others are given up whole, oldest first, where that makes room for it. `du` never exceeds the budget.
+
+    Attributes:
+        segments: those that are made. It only grows, at its end, until close.
+        others: files that take room and are not read, who goes first at the front.
+        num_slots: slots of all segments, made or not.
+    """
+
+    def __init__(
+        self,
+        folder: OwnedFolder,
+        geometry: Geometry,
+        limits: SpaceLimits,
+        *,
+        sync: bool,
+        there: list[tuple[Segment, int]],
+        others: list[OtherFile],
+    ) -> None:
+        """`sync`: new files reach the medium before they are used. `there`: segments found, with their slots."""
+        self._folder, self._geometry, self._limits, self._sync = folder, geometry, limits, sync
+        self.segments = [segment for segment, _ in there]
+        self.others = sorted(others, key=lambda other: other.age)
+        taken_bytes = sum(self._planned_bytes(num_slots, segment) for segment, num_slots in there)
+        self._planned = [num_slots for _, num_slots in there] + limits.new_segments(geometry, taken_bytes)
+        self._first_slots = [0, *itertools.accumulate(self._planned)]
+        self.num_slots = self._first_slots.pop()
+        self._is_short = False  # the last segment could not be made as long as planned
+        self._lock = threading.Lock()
+        self._closed = False
+        self._peak_bytes = 0
+
+    def _planned_bytes(self, num_slots: int, segment: Segment | None = None) -> int:
+        planned_bytes = segment_budget_bytes(num_slots, self._geometry.slot_bytes)
+        return planned_bytes if segment is None else max(planned_bytes, segment.allocated_bytes())
+
+    # --- slots
+
+    def locate(self, slot: Slot) -> tuple[Segment, int]:
+        """The segment of a slot that has backing, and where in it the slot begins."""
+        index = bisect.bisect_right(self._first_slots, slot) - 1
+        offset_bytes = PAGE_BYTES + (slot - self._first_slots[index]) * self._geometry.slot_bytes
+        return self.segments[index], offset_bytes
+
+    def locate_for_write(self, slot: Slot) -> tuple[Segment, int]:
+        """As `locate`; makes the segments up to the slot's.
+
+        Raises: NoSpaceError, StoreError, ClosedError.
+        """
+        index = bisect.bisect_right(self._first_slots, slot) - 1
+        if index >= len(self.segments):
+            with self._lock:
+                # In order, so that "slots with backing" is a prefix; the pool hands out low slots first.
+                while index >= len(self.segments):
+                    if self._closed:
+                        raise ClosedError("nvme store: closed")
+                    self._check_whole()
+                    self.segments.append(self._new_segment())
+        if slot >= self.backed_slots():
+            self._check_whole()
+        return self.locate(slot)
+
+    def backed_slots(self) -> int:
+        """How many slots, from 0, have backing."""
+        num_segments = len(self.segments)
+        if num_segments == 0:
+            return 0
+        first = self._first_slots[num_segments - 1]
+        if self._is_short:
+            return first + (self.segments[-1].num_bytes - PAGE_BYTES) // self._geometry.slot_bytes
+        return first + self._planned[num_segments - 1]
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """First slot and number of slots of each segment that is made."""
+        return zip(self._first_slots, self._planned[: len(self.segments)], strict=False)
+
+    def slots_for_others(self) -> Iterator[tuple[Age, range]]:
+        """The slots that come to be only once a file of others is given up, with that file's age."""
+        room_bytes = self._limits.budget_bytes - FOLDER_BYTES - sum(other.num_bytes for other in self.others)
+        going = iter(self.others)
+        age: Age | None = None
+        for index, num_slots in enumerate(self._planned):
+            room_bytes -= self._planned_bytes(num_slots, self.segments[index] if index < len(self.segments) else None)
+            while room_bytes < 0 and (other := next(going, None)) is not None:
+                room_bytes += other.num_bytes
+                age = other.age
+            if age is not None and index >= len(self.segments):
+                yield age, range(self._first_slots[index], self._first_slots[index] + num_slots)
+
+    # --- making segments
+
+    def _check_whole(self) -> None:
+        """A segment that had to be made shorter than planned is the last one."""
+        if self._is_short:
+            available = self.backed_slots()
+            raise NoSpaceError(f"nvme store: {self._folder.path} had room for {available} slots and no more", available)
+
+    def _new_segment(self) -> Segment:
+        """As long as planned, or as long as the disk has room for."""
+        available = self.backed_slots()
+        planned = self._planned[len(self.segments)]
+        name = self._new_name()
+        path = self._folder.path / name
+        self._give_up_others(planned)
+        num_slots = min(planned, (self._headroom_bytes() - PAGE_BYTES) // self._geometry.slot_bytes)
+        if num_slots < 1:
+            raise NoSpaceError(
+                f"nvme store: {path} would leave less than {self._limits.reserve_free_frac:.0%} of the disk free; "
+                f"{available} slots have backing. Free some space or lower the nvme budget",
+                available,
+            )
+        while True:
+            try:
+                segment = self._create(name, num_slots)
+                break
+            except OSError as error:
+                if error.errno not in NO_SPACE_ERRNOS:
+                    raise io_error(error, "making a segment", path) from error
+                if num_slots == 1:
+                    raise no_space(error, path, available) from error
+                num_slots //= 2  # a quota or a file size limit: no call tells how much is left
+        # Measured, since no formula knows every file system (huge pages of a tmpfs, extent sizes of xfs).
+        used_bytes = self.used_bytes() + segment.allocated_bytes()
+        if used_bytes > self._limits.budget_bytes:
+            self._folder.unlink(name)
+            raise NoSpaceError(f"nvme store: {path} would bring the folder to {used_bytes} bytes", available)
+        self._is_short = num_slots < planned
+        return segment
+
+    def _create(self, name: str, num_slots: int) -> Segment:
+        segment = self._folder.create(name, segment_bytes(num_slots, self._geometry.slot_bytes))
+        try:
+            segment.write(0, self._geometry.superblock(num_slots))
+            if self._sync:
+                segment.sync()
+                self._folder.sync()
+        except BaseException:
+            self._folder.unlink(name)
+            raise
+        return segment
+
+    def _new_name(self) -> str:
+        taken = {segment.path.name for segment in self.segments} | {other.name for other in self.others}
+        return next(name for name in (f"segment-{n:05d}.kvt" for n in itertools.count()) if name not in taken)
+
+    def _give_up_others(self, num_slots: int) -> None:
+        """Until the budget and the disk have room for a segment of that many slots, or none is left."""
+        planned_bytes = self._planned_bytes(num_slots)
+        file_bytes = segment_bytes(num_slots, self._geometry.slot_bytes)
+        while self.others and (
+            self._taken_bytes() + planned_bytes > self._limits.budget_bytes or self._headroom_bytes() < file_bytes
+        ):
+            self._peak_bytes = self.peak_bytes()
+            other = self.others.pop(0)
+            _log.info("nvme folder %s: %s is given up, which nothing here can read", self._folder.path, other.name)
+            try:
+                self._folder.unlink(other.name)
+            except OSError as error:
+                raise io_error(error, "giving up a file", self._folder.path / other.name) from error
+
+    def _taken_bytes(self) -> int:
+        """What all files may come to take, as the budget counts them."""
+        made = zip(self._planned, self.segments, strict=False)
+        ours_bytes = sum(self._planned_bytes(num_slots, segment) for num_slots, segment in made)
+        return FOLDER_BYTES + ours_bytes + sum(other.num_bytes for other in self.others)
+
+    def _headroom_bytes(self) -> int:
+        reserve_bytes = int(self._limits.reserve_free_frac * disk_total_bytes(self._folder.path))
+        return max(0, free_disk_bytes(self._folder.path) - reserve_bytes)
+
+    # --- bytes
+
+    def used_bytes(self) -> int:
+        """Allocated bytes of the folder, its lock and all files, as `du` counts them; 0 after close."""
+        if self._closed:
+            return 0
+        files_bytes = sum(segment.allocated_bytes() for segment in list(self.segments))
+        return self._folder.overhead_bytes() + files_bytes + sum(other.num_bytes for other in list(self.others))
+
+    def peak_bytes(self) -> int:
+        """The most that `used_bytes` ever was: files shrink only where one of others is given up."""
+        return max(self._peak_bytes, self.used_bytes())
+
+    def ceiling_bytes(self) -> int:
+        """What `used_bytes` can reach now: the budget, or less where the disk has no room for further segments."""
+        others_bytes = sum(other.num_bytes for other in list(self.others))
+        headroom_bytes = self._headroom_bytes() + others_bytes  # theirs can be had
+        ceiling_bytes = self.used_bytes() - others_bytes
+        if self._is_short:
+            return ceiling_bytes + others_bytes
+        for planned in self._planned[len(self.segments) :]:
+            wanted_bytes = segment_bytes(planned, self._geometry.slot_bytes)
+            num_slots = max(0, min(wanted_bytes, headroom_bytes) - PAGE_BYTES) // self._geometry.slot_bytes
+            if num_slots < planned:
+                fits_bytes = segment_bytes(num_slots, self._geometry.slot_bytes) if num_slots else 0
+                return max(self.used_bytes(), min(ceiling_bytes + fits_bytes, self._limits.budget_bytes))
+            headroom_bytes -= wanted_bytes
+            ceiling_bytes += wanted_bytes
+        return self._limits.budget_bytes
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if the files are not what was planned, or take more than the budget."""
+        used_bytes, budget_bytes = self.used_bytes(), self._limits.budget_bytes
+        if used_bytes > budget_bytes:
+            raise IntegrityError(f"nvme store: {self._folder.path} takes {used_bytes} of {budget_bytes} bytes")
+        segments = list(self.segments)
+        for index, segment in enumerate(segments):
+            planned_bytes = segment_bytes(self._planned[index], self._geometry.slot_bytes)
+            may_be_short = self._is_short and index == len(segments) - 1
+            if segment.num_bytes != planned_bytes and not (may_be_short and segment.num_bytes < planned_bytes):
+                raise IntegrityError(f"nvme store: {segment.path} was made with {segment.num_bytes} bytes")
+
+    def close(self) -> None:
+        """Let go of every segment. A write on its way may be making one: this waits for it."""
+        with self._lock:
+            self._closed = True
+            self.segments = []
+
+
+def io_error(error: OSError, doing: str, path: Path) -> StoreError:
+    """An OSError in the words of a store."""
+    return StoreError(error.errno, f"nvme store: {doing}: {error.strerror}", str(path))

@@ -1,0 +1,275 @@
+"""How a slot and a segment lie on disk, byte by byte: docs/nvme-format.md. No I/O, no torch.
+
+All numbers are little-endian and unsigned. Whatever is read here may have been crafted: no length in it is used before
+it was compared with what the geometry allows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.stores.segment import PAGE_BYTES
+from kvtier.types import BlockShape, SlotLabel
+
+Bytes = npt.NDArray[np.uint8]
+
+VERSION = 1
+CODEC_NONE = 0
+SEGMENT_MAGIC = int.from_bytes(b"KVTSEGM\0", "little")
+SLOT_MAGIC = int.from_bytes(b"KVTSLOT\0", "little")
+MAX_GENERATION = (1 << 62) - 1  # a crafted one must not leave the next without a number
+
+_U2, _U4, _U8, _32 = "<u2", "<u4", "<u8", ("u1", (32,))
+
+SUPERBLOCK = np.dtype(
+    [
+        ("magic", _U8),
+        ("version", _U2),
+        ("reserved", ("u1", (6,))),
+        ("slot_bytes", _U8),
+        ("header_bytes", _U8),
+        ("slice_bytes", _U8),
+        ("num_slices", _U4),
+        ("num_slots", _U4),
+        ("checksum", _U8),
+    ]
+)
+"""The first page of a segment file; the rest of the page is zero. The checksum is of all fields before it."""
+
+HEADER = np.dtype(
+    [
+        ("magic", _U8),
+        ("version", _U2),
+        ("codec", _U2),
+        ("length", _U4),
+        ("namespace", _32),
+        ("identity", _32),
+        ("generation", _U8),
+        ("written_ns", _U8),
+        ("slice_bytes", _U8),
+        ("payload_bytes", _U8),
+        ("num_slices", _U4),
+        ("content_bytes", _U4),
+        ("reserved", _U8),
+    ]
+)
+"""The beginning of a slot's header. Behind it: `num_slices` entries of SLICE, the content, the checksum of it all."""
+
+SLICE = np.dtype([("offset", _U8), ("stored_bytes", _U8), ("checksum", _U8)])
+"""One slice: where it lies, counted from the end of the header region, its stored length, xxh3_64 of its bytes."""
+
+CHECKSUM_BYTES = 8
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def checksum(data: Bytes | bytes) -> int:
+    """xxh3_64 with seed 0."""
+    return xxhash.xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The sizes that all slots of a segment share. Header and slot are whole pages."""
+
+    header_bytes: int
+    slot_bytes: int
+    slice_bytes: int
+    num_slices: int
+
+    @classmethod
+    def of(cls, shape: BlockShape) -> Geometry:
+        """The header has room for the slice table and for 8 bytes a token, and 64 more, of content."""
+        header_bytes = _pages(HEADER.itemsize + shape.num_layers * SLICE.itemsize + content_room(shape))
+        slot_bytes = header_bytes + _pages(shape.block_bytes)
+        return cls(header_bytes, slot_bytes, shape.slice_bytes, shape.num_layers)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the slices together."""
+        return self.num_slices * self.slice_bytes
+
+    @property
+    def max_content_bytes(self) -> int:
+        """The longest content that a header of this size can hold."""
+        return self.header_bytes - self._content_offset - CHECKSUM_BYTES
+
+    @property
+    def _content_offset(self) -> int:
+        return HEADER.itemsize + self.num_slices * SLICE.itemsize
+
+    # --- segments
+
+    def superblock(self, num_slots: int) -> Bytes:
+        """The first page of a segment of that many slots."""
+        page = np.zeros(PAGE_BYTES, np.uint8)
+        fields = page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]
+        fields["magic"], fields["version"] = SEGMENT_MAGIC, VERSION
+        fields["slot_bytes"], fields["header_bytes"] = self.slot_bytes, self.header_bytes
+        fields["slice_bytes"], fields["num_slices"] = self.slice_bytes, self.num_slices
+        fields["num_slots"] = num_slots
+        fields["checksum"] = checksum(page[: SUPERBLOCK.itemsize - CHECKSUM_BYTES])
+        return page
+
+    # --- slots
+
+    def check_label(self, label: SlotLabel) -> None:
+        """Raise ValueError for a label that a header of this size cannot hold: a bug in the caller."""
+        if len(label.namespace) != 32 or len(label.identity) != 32 or len(label.content) > self.max_content_bytes:
+            raise ValueError(
+                f"slot label: namespace and identity are 32 bytes, content at most {self.max_content_bytes}; got "
+                f"{len(label.namespace)}, {len(label.identity)} and {len(label.content)}"
+            )
+
+    def header(self, label: SlotLabel, generation: int, written_ns: int, checksums: Sequence[int]) -> Bytes:
+        """A slot's header, padded with zeros to whole pages: no more of them than its content needs.
+
+        Raises ValueError for a label that does not fit.
+        """
+        self.check_label(label)
+        end = self._content_offset + len(label.content)
+        data = np.zeros(_pages(end + CHECKSUM_BYTES), np.uint8)
+        fields = data[: HEADER.itemsize].view(HEADER)[0]
+        fields["magic"], fields["version"], fields["codec"] = SLOT_MAGIC, VERSION, CODEC_NONE
+        fields["length"] = end + CHECKSUM_BYTES
+        fields["namespace"] = np.frombuffer(label.namespace, np.uint8)
+        fields["identity"] = np.frombuffer(label.identity, np.uint8)
+        fields["generation"], fields["written_ns"] = generation, written_ns
+        fields["slice_bytes"], fields["payload_bytes"] = self.slice_bytes, self.payload_bytes
+        fields["num_slices"], fields["content_bytes"] = self.num_slices, len(label.content)
+        table = data[HEADER.itemsize : self._content_offset].view(SLICE)
+        table["offset"] = np.arange(self.num_slices, dtype=np.uint64) * self.slice_bytes
+        table["stored_bytes"] = self.slice_bytes
+        table["checksum"] = np.fromiter(checksums, np.uint64, self.num_slices)
+        data[self._content_offset : end] = np.frombuffer(label.content, np.uint8)
+        data[end : end + CHECKSUM_BYTES].view(_U8)[0] = checksum(data[:end])
+        return data
+
+    def parse(self, raw: Bytes) -> Headers:
+        """Judge headers, `[n, header_bytes]`, all at once. Whatever the bytes are, it raises nothing."""
+        fields = np.ascontiguousarray(raw[:, : HEADER.itemsize]).view(HEADER)[:, 0]
+        table = np.ascontiguousarray(raw[:, HEADER.itemsize : self._content_offset]).view(SLICE)
+        verdicts = np.full(len(raw), Verdict.BAD.value, np.uint8)
+        # A header that was never written, or was taken back: its first bytes are zero.
+        verdicts[~raw[:, : HEADER.itemsize].any(axis=1)] = Verdict.EMPTY.value
+        ours = fields["magic"] == SLOT_MAGIC
+        verdicts[ours & (fields["version"] > VERSION)] = Verdict.FUTURE.value
+        plausible = (
+            ours
+            & (fields["version"] == VERSION)
+            & (fields["codec"] == CODEC_NONE)
+            & (fields["reserved"] == 0)
+            & (fields["slice_bytes"] == self.slice_bytes)
+            & (fields["payload_bytes"] == self.payload_bytes)
+            & (fields["num_slices"] == self.num_slices)
+            & (fields["content_bytes"] <= self.max_content_bytes)
+            & (fields["length"] == self._content_offset + CHECKSUM_BYTES + fields["content_bytes"].astype(np.uint64))
+            & (fields["generation"] <= MAX_GENERATION)
+            & (table["offset"] == np.arange(self.num_slices, dtype=np.uint64) * self.slice_bytes).all(axis=1)
+            & (table["stored_bytes"] == self.slice_bytes).all(axis=1)
+        )
+        for row in np.flatnonzero(plausible):
+            if is_signed(raw[row, : int(fields["length"][row])]):
+                verdicts[row] = Verdict.GOOD.value
+        return Headers(verdicts, fields, table["checksum"])
+
+    @staticmethod
+    def is_magic(fields: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Which rows of HEADER fields begin as a slot's header of any version does."""
+        return np.asarray(fields["magic"] == SLOT_MAGIC)
+
+    def content(self, raw: Bytes) -> bytes:
+        """The content of one header, `[header_bytes]`, that was found GOOD."""
+        num_bytes = int(raw[: HEADER.itemsize].view(HEADER)[0]["content_bytes"])
+        return raw[self._content_offset : self._content_offset + num_bytes].tobytes()
+
+
+def is_signed(header: Bytes) -> bool:
+    """Whether a header of its own length ends with the checksum of what is before."""
+    stored = header[-CHECKSUM_BYTES:].tobytes()
+    return checksum(header[:-CHECKSUM_BYTES]) == int.from_bytes(stored, "little")
+
+
+class Verdict(enum.Enum):
+    """What a header is."""
+
+    EMPTY = 0
+    GOOD = 1
+    BAD = 2
+    """Torn, damaged, of a codec or of sizes that are not ours."""
+    FUTURE = 3
+    """Of a format version that this code does not know, and does not guess at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Headers as read, by row. Only GOOD rows may be believed."""
+
+    verdicts: npt.NDArray[np.uint8]
+    fields: npt.NDArray[np.void]
+    checksums: npt.NDArray[np.uint64]
+    """`[n, num_slices]`."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Headers], geometry: Geometry) -> Headers:
+        """The rows of several, one after the other."""
+        parts = parts or [geometry.parse(np.empty((0, geometry.header_bytes), np.uint8))]
+        names = ("verdicts", "fields", "checksums")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def where(self, *verdicts: Verdict) -> npt.NDArray[np.intp]:
+        """The rows of these verdicts."""
+        return np.flatnonzero(np.isin(self.verdicts, [verdict.value for verdict in verdicts]))
+
+    def good_fields(self) -> npt.NDArray[np.void]:
+        """HEADER fields of the rows that may be believed."""
+        return self.fields[self.where(Verdict.GOOD)]
+
+
+def content_room(shape: BlockShape) -> int:
+    """Bytes for the content and the checksum behind it: an id and a position of 4 bytes each a token, and 64."""
+    return 8 * shape.block_tokens + 64 + CHECKSUM_BYTES
+
+
+class SegmentKind(enum.Enum):
+    """What the first page of a file says."""
+
+    OURS = "ours"
+    FUTURE = "of a format version that this kvtier does not know"
+    DAMAGED = "not a segment, or damaged"
+
+
+def read_superblock(page: Bytes) -> tuple[SegmentKind, Geometry | None, int]:
+    """The kind, geometry and number of slots of a segment from its first PAGE_BYTES, whatever they hold.
+
+    The sizes agree with each other; whether the file has them is for the caller to compare.
+    """
+    nothing = (SegmentKind.DAMAGED, None, 0)
+    if len(page) < SUPERBLOCK.itemsize:
+        return nothing
+    fields = page[: SUPERBLOCK.itemsize].copy().view(SUPERBLOCK)[0]
+    if fields["magic"] != SEGMENT_MAGIC:
+        return nothing
+    if fields["version"] > VERSION:
+        return SegmentKind.FUTURE, None, 0
+    if fields["version"] != VERSION or fields["checksum"] != checksum(page[: SUPERBLOCK.itemsize - CHECKSUM_BYTES]):
+        return nothing
+    names = ("header_bytes", "slot_bytes", "slice_bytes", "num_slices")
+    geometry = Geometry(*(int(fields[name]) for name in names))
+    if (
+        geometry.header_bytes % PAGE_BYTES
+        or geometry.num_slices < 1
+        or geometry.slice_bytes < 1
+        or geometry.max_content_bytes < 0
+        or geometry.slot_bytes != geometry.header_bytes + _pages(geometry.payload_bytes)
+    ):
+        return nothing
+    return SegmentKind.OURS, geometry, int(fields["num_slots"])

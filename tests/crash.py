@@ -1,0 +1,255 @@
+"""SIGKILL of a process that writes to an nvme folder, again and again: `make crash`.
+
+Each round a worker opens the folder, reports what it finds there, and writes new blocks on two threads, reporting by
+pipe each write that begins and each that has ended. The parent counts, and kills it at a random moment. The last line
+printed is the verdict; exit status 1 unless it passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvtier.errors import StoreError
+from kvtier.slots import SlotPool
+from kvtier.stores.nvme import NvmeStore
+from kvtier.system import allocated_bytes
+from kvtier.types import BlockShape, Slot, SlotLabel
+
+ROOT = Path(__file__).parents[1]
+SHAPE = BlockShape(num_layers=8, kv_heads=4, block_tokens=64, key_dim=64, value_dim=64, element_bytes=2)  # 512 KiB
+BUDGET_BYTES = 48 << 20
+NUM_THREADS = 2
+MIN_NEW_BLOCKS = 20  # a round
+NAMESPACE = hashlib.sha256(b"crash").digest()
+
+_NOISE = torch.randint(0, 256, (SHAPE.block_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def block(number: int) -> torch.Tensor:
+    """Bytes that depend on the number alone, in every slice and page."""
+    mixed = int.from_bytes(hashlib.sha256(b"bytes of %d" % number).digest()[:8], "little", signed=True)
+    return (_NOISE.view(torch.int64) ^ mixed).view(torch.uint8)
+
+
+def label(number: int) -> SlotLabel:
+    return SlotLabel(NAMESPACE, hashlib.sha256(b"block %d" % number).digest(), b"%d" % number)
+
+
+# -- the worker --------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One process: opens, reports what it finds, writes until it is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        started_s = time.monotonic()
+        self.store = NvmeStore(SHAPE, BUDGET_BYTES, folder, persistent=True, reserve_free_frac=0.0)
+        self.say("opened", time.monotonic() - started_s, self.store.num_quarantined)
+
+    def say(self, word: str, *numbers: float) -> None:
+        line = " ".join([word, *(f"{number:g}" if isinstance(number, float) else str(number) for number in numbers)])
+        os.write(1, f"{line}\n".encode())  # at once and whole, from any thread: a line is shorter than PIPE_BUF
+
+    def report_found(self) -> None:
+        out = torch.empty(SHAPE.block_bytes, dtype=torch.uint8)
+        for slot in self.store.found():
+            held = self.store.label(Slot(slot))
+            if held is None:
+                continue
+            number = int(held.content)
+            if self.store.find(label(number)) != slot:
+                continue
+            try:
+                self.store.read(Slot(slot), out)
+            except StoreError:
+                self.say("refused", number)
+                continue
+            self.say("found" if torch.equal(out, block(number)) else "wrong", number)
+        self.store.check_integrity()
+        self.say("checked")
+
+    def write(self, first_number: int) -> None:
+        pool = SlotPool(self.store.num_slots)
+        pool.hold_back(self.store.held_back())
+        lock, numbers, taken = threading.Lock(), iter(range(first_number, 1 << 60)), deque[Slot]()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    number, slot = next(numbers), pool.take()
+                    if slot is None:
+                        pool.give_back(taken.popleft())
+                        slot = pool.take()
+                    assert slot is not None
+                self.say("begun", slot, number)
+                self.store.write(slot, block(number), label(number))
+                self.say("ended", slot, number)
+                with lock:
+                    taken.append(slot)
+
+        threads = [threading.Thread(target=work) for _ in range(NUM_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Crash:
+    """What all rounds came to."""
+
+    num_kills: int = 0
+    num_during_write: int = 0
+    num_committed: int = 0
+    fewest_new_blocks: int = 1 << 30
+    num_looked_for: int = 0
+    num_found: int = 0
+    num_wrong: int = 0
+    num_refused: int = 0
+    num_quarantined: int = 0
+    slowest_open_s: float = 0.0
+    disk_bytes: list[int] = field(default_factory=list)
+    held: dict[int, int] = field(default_factory=dict)
+    """By slot, the block that must be found."""
+
+    def problems(self) -> list[str]:
+        """Why it does not pass."""
+        half = len(self.disk_bytes) // 2
+        first, second = max(self.disk_bytes[:half], default=0), max(self.disk_bytes[half:], default=0)
+        checks = {
+            f"only {self.num_during_write} of {self.num_kills} kills during a write": (
+                2 * self.num_during_write < self.num_kills
+            ),
+            f"a round with only {self.fewest_new_blocks} new blocks": self.fewest_new_blocks < MIN_NEW_BLOCKS,
+            f"{self.num_looked_for - self.num_found} of {self.num_looked_for} lost": (
+                self.num_found < 0.99 * self.num_looked_for
+            ),
+            "nothing was looked for": self.num_looked_for == 0,
+            f"{self.num_wrong} served wrong": self.num_wrong > 0,
+            f"reopening took {self.slowest_open_s:.2f} s": self.slowest_open_s >= 2,
+            f"the folder grew from {first} to {second} bytes": second > first,
+            f"the folder took {second} of {BUDGET_BYTES} bytes": max(first, second) > BUDGET_BYTES,
+        }
+        return [problem for problem, is_so in checks.items() if is_so]
+
+    def verdict(self) -> str:
+        problems = self.problems()
+        grew = "grew" if any("grew" in problem for problem in problems) else "did not grow"
+        counts = (
+            f"{self.num_kills} kills, {self.num_during_write} during a write; {self.num_committed} blocks committed, "
+            f"at least {self.fewest_new_blocks} a round; {self.num_found} of {self.num_looked_for} found again, "
+            f"{self.num_wrong} served wrong, {self.num_refused} refused, {self.num_quarantined} slots quarantined; "
+            f"slowest reopening {self.slowest_open_s:.3f} s; the folder took {max(self.disk_bytes, default=0)} of "
+            f"{BUDGET_BYTES} bytes and {grew}"
+        )
+        return f"{'FAIL (' + '; '.join(problems) + ')' if problems else 'pass'}: {counts}"
+
+
+def run(folder: Path, num_rounds: int, seed: int, say: Callable[[str], None]) -> Crash:
+    """`num_rounds` kills, and a last opening that is not killed."""
+    chance, crash = random.Random(seed), Crash()
+    for number in range(num_rounds):
+        _round(folder, chance, crash)
+        crash.disk_bytes.append(allocated_bytes(folder))
+        if (number + 1) % 10 == 0:
+            say(f"{number + 1} of {num_rounds}: {crash.num_found} of {crash.num_looked_for} found again")
+    _round(folder, chance, crash, kill=False)
+    return crash
+
+
+def _round(folder: Path, chance: random.Random, crash: Crash, *, kill: bool = True) -> None:
+    wanted = MIN_NEW_BLOCKS + chance.randrange(30)
+    command = [sys.executable, "-m", "tests.crash", "--worker", str(folder), str(crash.num_committed * 1000)]
+    environment = {**os.environ, "PYTHONHASHSEED": str(chance.randrange(1 << 32)), "OMP_NUM_THREADS": "1"}
+    worker = subprocess.Popen(
+        command if kill else [*command, "--only-look"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert worker.stdout is not None
+    begun: set[int] = set()
+    found: set[int] = set()
+    num_new, killed = 0, False
+    for line in worker.stdout:  # to its end: what was in the pipe when the worker died counts
+        word, *rest = line.split()
+        if word == "opened":
+            crash.slowest_open_s = max(crash.slowest_open_s, float(rest[0]))
+            crash.num_quarantined += int(rest[1])
+        elif word == "found":
+            found.add(int(rest[0]))
+        elif word == "wrong":
+            crash.num_wrong += 1
+        elif word == "refused":
+            crash.num_refused += 1
+        elif word == "checked":
+            _compare(crash, found)
+        elif word == "begun":
+            slot, number = int(rest[0]), int(rest[1])
+            crash.held.pop(slot, None)
+            begun.add(number)
+        elif word == "ended":
+            slot, number = int(rest[0]), int(rest[1])
+            crash.held[slot] = number
+            begun.remove(number)
+            num_new += 1
+        if kill and not killed and num_new >= wanted:
+            time.sleep(chance.random() * 0.004)
+            worker.send_signal(signal.SIGKILL)
+            killed = True
+    status = worker.wait()
+    worker.stdout.close()
+    if status != (-signal.SIGKILL if kill else 0):
+        raise SystemExit(f"the worker ended with status {status}, its own doing")
+    if kill:
+        crash.num_kills += 1
+        crash.num_during_write += bool(begun)
+        crash.num_committed += num_new
+        crash.fewest_new_blocks = min(crash.fewest_new_blocks, num_new)
+
+
+def _compare(crash: Crash, found: set[int]) -> None:
+    crash.num_looked_for += len(crash.held)
+    lost = set(crash.held.values()) - found
+    crash.num_found += len(crash.held) - len(lost)
+    crash.held = {slot: number for slot, number in crash.held.items() if number not in lost}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="SIGKILL writers of an nvme folder; see what is found again.")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "NUMBER"), help=argparse.SUPPRESS)
+    parser.add_argument("--only-look", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        torch.set_num_threads(1)
+        worker = Worker(Path(options.worker[0]))
+        worker.report_found()
+        if not options.only_look:
+            worker.write(int(options.worker[1]))
+        worker.store.close()
+        return 0
+    with tempfile.TemporaryDirectory(prefix="kvtier-crash-") as name:
+        crash = run(Path(name) / "kv", options.rounds, options.seed, lambda line: print(line, flush=True))
+    print(crash.verdict())
+    return 1 if crash.problems() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
