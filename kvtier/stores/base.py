@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from kvtier.types import BlockShape, Slot, Tier
+from kvtier.types import BlockShape, Slot, SlotLabel, Tier
 
 
 class Store(ABC):
@@ -23,11 +23,12 @@ class Store(ABC):
     """Slots that the budget has room for. Backing may come later and may turn out smaller (`NoSpaceError`)."""
 
     @abstractmethod
-    def write(self, slot: Slot, block: torch.Tensor) -> None:
+    def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         """Write a whole block.
 
         Args:
             block: `[block_bytes]` uint8.
+            label: whose KV it is; stores other than nvme ignore it.
 
         Raises:
             NoSpaceError: no backing for this slot; carries how many slots have backing.

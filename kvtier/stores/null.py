@@ -6,7 +6,7 @@ import torch
 
 from kvtier.errors import ClosedError, IntegrityError, StoreError
 from kvtier.stores.base import Store
-from kvtier.types import BlockShape, Slot, Tier
+from kvtier.types import BlockShape, Slot, SlotLabel, Tier
 
 
 class NullStore(Store):
@@ -21,7 +21,7 @@ class NullStore(Store):
         self._bytes_by_slot: dict[int, bytes] = {}
         self._closed = False
 
-    def write(self, slot: Slot, block: torch.Tensor) -> None:
+    def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         self._check_open()
         self.check_slot(slot)
         self.check_buffer(block, self.shape.block_bytes)

@@ -24,7 +24,7 @@ from kvtier.stores.segment import (
     temporary_folder,
 )
 from kvtier.system import disk_total_bytes, free_disk_bytes
-from kvtier.types import BlockShape, Slot, Tier
+from kvtier.types import BlockShape, Slot, SlotLabel, Tier
 
 __all__ = ["NvmeStore", "min_budget_bytes", "slot_bytes", "sweep_stale", "temporary_folder"]
 
@@ -90,7 +90,7 @@ class NvmeStore(Store):
 
     # --- the store's interface
 
-    def write(self, slot: Slot, block: torch.Tensor) -> None:
+    def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         self._check_open()
         self.check_slot(slot)
         self.check_buffer(block, self.shape.block_bytes)

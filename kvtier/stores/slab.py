@@ -6,7 +6,7 @@ import torch
 
 from kvtier.errors import ClosedError, IntegrityError
 from kvtier.stores.base import Store
-from kvtier.types import BlockShape, Slot, Tier
+from kvtier.types import BlockShape, Slot, SlotLabel, Tier
 
 # SDPA gives other bits for K and V that start at other alignments (DESIGN.md section 8).
 ALIGN_BYTES = 64
@@ -43,7 +43,7 @@ class SlabStore(Store):
         start = layer * self.shape.slice_bytes
         return self.block(slot)[start : start + self.shape.slice_bytes]
 
-    def write(self, slot: Slot, block: torch.Tensor) -> None:
+    def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         self.check_buffer(block, self.shape.block_bytes)
         self.block(slot).copy_(block)
 

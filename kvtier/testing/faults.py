@@ -14,7 +14,7 @@ import torch
 
 from kvtier.errors import ChecksumError, NoSpaceError, ShortReadError, StoreError
 from kvtier.stores.base import Store
-from kvtier.types import Slot
+from kvtier.types import Slot, SlotLabel
 
 
 class Fault(enum.Enum):
@@ -68,7 +68,7 @@ class FaultyStore(Store):
         self._lock = threading.Lock()
         self._lost: set[int] = set()  # slots whose last write was spoilt
 
-    def write(self, slot: Slot, block: torch.Tensor) -> None:
+    def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         faults = self._next_faults(_OF_WRITES)
         if Fault.EIO in faults:
             self._lost.add(slot)
@@ -76,7 +76,7 @@ class FaultyStore(Store):
         if Fault.NO_SPACE in faults:
             self._lost.add(slot)
             raise NoSpaceError(f"fake: no space for slot {slot}", available_slots=slot)
-        self.inner.write(slot, block)
+        self.inner.write(slot, block, label)
         self._lost.discard(slot)
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
