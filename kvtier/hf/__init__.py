@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvtier.hf.attention import Patch, check_mask_kind, current_step
 from kvtier.hf.cache import CACHE_NAMES, TieredCache, given_cache
 from kvtier.hf.describe import VERIFIED_FAMILIES, cache_keyword, describe, new_untiered, transformers_model
-from kvtier.hf.fingerprint import Fingerprints, fingerprint
+from kvtier.hf.fingerprint import Fingerprints
 from kvtier.hf.weights import WeightsMark, check_one_adapter, check_own_inputs
 from kvtier.hf.wrapped import WrappedMethod, check_process
 
@@ -28,7 +28,6 @@ __all__ = [
     "check_process",
     "current_step",
     "describe",
-    "fingerprint",
     "given_cache",
     "new_untiered",
     "transformers_model",

@@ -63,7 +63,7 @@ class Fingerprints:
         return fingerprint(self._model, self._group, self._salt)
 
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a call's KV follows from ids, positions, padding and the fingerprint: no hooks, no autocast. O(1)."""
+        """Whether a call's KV follows from ids, positions, padding and the fingerprint: no hooks, no autocast."""
         given = {name for name, value in arguments.items() if value is not None}
         return given <= _PLAIN and not self._mark.is_hooked() and not torch.is_autocast_enabled(self._device_type)
 
@@ -82,8 +82,9 @@ def fingerprint(model: PreTrainedModel, group: LayerGroup, salt: bytes = b"") ->
     Raises:
         UnsupportedModelError: a part of the model has no content (meta) or none that can be read.
 
-    Cost: about 0.15 s a GB on one core; memory: 16 MiB where a tensor is not contiguous or not on the host. On CUDA
-    devices tensors are copied to the host in such pieces (not verified: no such device at hand).
+    Cost: about 0.15 s a GB on one core, 1.3 for tensors that are not contiguous; memory: 16 MiB for those and for
+    tensors that are not on the host. On CUDA devices tensors are copied to the host in such pieces (not verified: no
+    such device at hand).
     """
     weights = digest("weights", [
         ("formats", canonical(FORMATS)),
@@ -125,6 +126,8 @@ def _modules(model: PreTrainedModel) -> dict[str, Any]:
             if id(config) not in configs:
                 configs[id(config)] = digest("config", [("", canonical(_plain(_without(config.to_dict()))))])
             values["config"] = configs[id(config)]
+        if isinstance(module, nn.Sequential | nn.ModuleList):  # they run in the order of registration
+            values["order"] = list(module._modules)
         found[name] = [_name(type(module)), values]
     return found
 

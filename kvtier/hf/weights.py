@@ -59,7 +59,7 @@ class WeightsMark:
             return hash((self._epoch, self._tree.adapters()))
 
     def is_hooked(self) -> bool:
-        """Whether a hook stands in the model, as of the last call: what it makes of the KV nobody can tell. O(1)."""
+        """Whether a hook stands in the model, as of the last call: what it makes of the KV nobody can tell."""
         return self._tree is not None and self._tree.is_hooked()
 
 
@@ -122,10 +122,10 @@ class _Tree:
 
     def is_hooked(self) -> bool:
         """Whether any module has a hook, but for those with which transformers collects hidden states."""
-        for hooks in (_global_forward_hooks, _global_forward_pre_hooks, *self._hooks):
-            if hooks and any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks.values()):
-                return True
-        return False
+        if not (any(self._hooks) or _global_forward_hooks or _global_forward_pre_hooks):
+            return False
+        hooks = chain.from_iterable(map(dict.values, (*self._hooks, _global_forward_hooks, _global_forward_pre_hooks)))
+        return any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks)
 
     def merged(self) -> list[tuple[str, ...]]:
         """The adapters merged into each layer's weights, which torch's version counters do not see."""
@@ -229,7 +229,7 @@ def _dropout(module: torch.nn.Module) -> float:
 def _flat(value: Any) -> Any:
     """A name, several names, or a number for each name, as something that can be hashed."""
     if isinstance(value, dict):
-        return tuple(value.items())
+        return tuple((name, repr(number)) for name, number in value.items())  # hash(-1.0) is hash(-2.0)
     return tuple(value) if isinstance(value, list) else value
 
 
