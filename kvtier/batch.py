@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from kvtier.block_table import BlockTable
 from kvtier.errors import IntegrityError
+from kvtier.labels import Origin
 from kvtier.metrics import SequenceMetrics
 
 
 class Batch:
     """The block tables of one cache's rows, in row order. The tier manager forks, drops and reorders them."""
 
-    def __init__(self, tables: list[BlockTable], metrics: SequenceMetrics) -> None:
+    def __init__(self, tables: list[BlockTable], metrics: SequenceMetrics, origin: Origin | None = None) -> None:
         self.tables = tables
+        self.origin = origin
+        """The model that its KV is computed with, if its blocks may be labelled; None: they are not."""
         self.metrics = metrics
         """Of all its rows, past ones included."""
 

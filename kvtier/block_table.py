@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
+from kvtier.identity import token_content
 from kvtier.types import BlockId, SequenceId
 
 
@@ -84,16 +85,16 @@ class BlockTable:
             return None
         return next(i for i, (a, b) in enumerate(zip(given, self._ids, strict=False)) if a != b)
 
-    def identity(self, index: int) -> tuple[object, ...] | None:
+    def content(self, index: int) -> bytes | None:
         """What makes full block `index` equal to another sequence's that has the same parent block, or None.
 
-        Ids, positions and padding in front of each token; None where ids are unknown.
+        Ids, positions and padding in front of each token, encoded; None where ids are unknown.
         """
         first, last = index * self.block_tokens, (index + 1) * self.block_tokens
         if last > len(self._ids):
             return None
-        padding = tuple(p for p in self.padding if first <= p.at < last)
-        return self._ids[first:last].tobytes(), self._positions[first:last].tobytes(), padding
+        padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last]
+        return token_content(self._ids[first:last], self._positions[first:last], padding)
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Tokens `first … last - 1` as runs of neighbouring columns: `(column, token, count)`. O(runs)."""

@@ -96,6 +96,7 @@ class _SplitForward:
         self._state.check_positions(arguments, inputs.num_columns)
         self._state.take_rows(inputs.num_rows)
         self._state.check_weights()
+        self._state.note_arguments(arguments)
         return inputs, columns_masked_since(self._batch, arguments.get("attention_mask"))
 
     def _drop_held(self) -> None:

@@ -18,6 +18,7 @@ from kvtier.forward import wrap_forward
 from kvtier.generate import wrap_generate
 from kvtier.hf import (
     CACHE_NAMES,
+    Fingerprints,
     Patch,
     TieredCache,
     WeightsMark,
@@ -62,7 +63,9 @@ class TieredKV:
         if isinstance(getattr(model, "forward", None), WrappedMethod):
             raise AlreadyWrappedError("this model is wrapped by a live TieredKV: close() that one first, or use it")
         group = describe(model, loaded.block_tokens)
-        self._runtime = Runtime(group, loaded, WeightsMark(model), functools.partial(new_untiered, model, group))
+        mark = WeightsMark(model)
+        fingerprints = Fingerprints(model, group, mark)
+        self._runtime = Runtime(group, loaded, mark, functools.partial(new_untiered, model, group), fingerprints)
         try:
             patch = Patch.apply(model)
         except BaseException:

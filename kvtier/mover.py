@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 
 from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
+from kvtier.labels import Labels
 from kvtier.log import logger
 from kvtier.metrics import Metrics, SequenceMetrics
 from kvtier.policy import GuardedPolicy
@@ -44,7 +45,10 @@ class Mover:
         *,
         block_bytes: int,
         io_timeout_s: float,
+        labels: Labels | None = None,
     ) -> None:
+        """`labels`: None where no block outlives the process."""
+        self.labels = labels
         self.pools = dict(pools)
         self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
         self.engine = engine
@@ -104,11 +108,12 @@ class Mover:
     # -- moves ------------------------------------------------------------------------------------------------------
 
     def start(self, block: BlockId, purpose: MovePurpose, source: Tier, dest: Tier, dest_slot: Slot) -> Move:
-        """Queue a copy of `block` into a slot that was taken for it. O(1)."""
+        """Queue a copy of `block` into a slot that was taken for it. O(1), but for `Labels.label` towards nvme."""
         record = self.residency[block]
         if record.move is not None:
             raise IntegrityError(f"block {block} is moving already")
-        move = Move(self._next_move, block, purpose, source, record.copies[source], dest, dest_slot)
+        label = self.labels.label(record.sealed) if self.labels is not None and dest is Tier.NVME else None
+        move = Move(self._next_move, block, purpose, source, record.copies[source], dest, dest_slot, label)
         self._next_move += 1
         record.move = move
         self.moves[move.move_id] = move

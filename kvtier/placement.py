@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.errors import CapacityError
+from kvtier.labels import Labels
 from kvtier.log import logger
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover
@@ -58,8 +59,11 @@ class Placement(Mover):
         block_bytes: int,
         watermarks: Mapping[Tier, Watermark],
         io_timeout_s: float,
+        labels: Labels | None = None,
     ) -> None:
-        super().__init__(pools, policies, engine, metrics, block_bytes=block_bytes, io_timeout_s=io_timeout_s)
+        super().__init__(
+            pools, policies, engine, metrics, block_bytes=block_bytes, io_timeout_s=io_timeout_s, labels=labels
+        )
         self.watermarks = dict(watermarks)
         self._oldest_first = False
         """Blocks that may go but that no policy names are given up too."""

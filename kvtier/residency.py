@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvtier.errors import IntegrityError
+from kvtier.labels import Sealed
 from kvtier.types import BlockId, Move, SequenceId, Slot, Tier
 
 
@@ -34,6 +35,8 @@ class BlockRecord:
     generation: int = 0
     state: BlockState = BlockState.OPEN
     move: Move | None = None
+    sealed: Sealed | None = None
+    """What the block is labelled with where files outlive the process. Of its bytes, however its sequences go on."""
 
     @property
     def fastest(self) -> Tier | None:

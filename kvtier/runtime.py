@@ -16,6 +16,7 @@ from kvtier.budget import GpuBudget, split_gpu_budget
 from kvtier.config import KVTierConfig, NvmeTierConfig
 from kvtier.errors import BudgetError, ClosedError, FolderInUseError
 from kvtier.executor import StepExecutor, StepLimits
+from kvtier.labels import Labels, Source
 from kvtier.log import logger
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
@@ -78,12 +79,14 @@ class Runtime:
         config: KVTierConfig,
         weights_mark: Callable[[], int],
         new_untiered: Callable[[], dict[int, Any]] = dict,
+        fingerprints: Source | None = None,
     ) -> None:
         """Allocate the gpu and cpu tiers and own the nvme folder.
 
         Args:
             weights_mark: a number that changes with the model's weights.
             new_untiered: empty caches for the layers that are not tiered, by layer index.
+            fingerprints: of the model; asked only where the nvme folder outlives the process.
 
         Raises:
             ConfigError, BudgetError, FolderInUseError: nothing stays allocated.
@@ -97,6 +100,10 @@ class Runtime:
         """What each live cache keeps beside the tiers."""
         self.untiered_peak_bytes = 0
         self.metrics = Metrics()
+        nvme = config.tiers.nvme
+        persists = nvme is not None and nvme.path is not None and nvme.budget.amount > 0
+        self.labels = Labels(fingerprints) if fingerprints is not None and persists else None
+        """What gives blocks a label; None: nothing outlives the process, and nothing is hashed."""
         self.stores: dict[Tier, Store] = {}
         self._engine: TransferEngine | None = None
         try:
@@ -134,6 +141,7 @@ class Runtime:
             block_bytes=shape.block_bytes,
             watermarks=self._watermarks(),
             io_timeout_s=config.io_timeout_s,
+            labels=self.labels,
         )
         self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes)
         ring = None

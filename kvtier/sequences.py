@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.errors import IntegrityError
+from kvtier.labels import Origin
 from kvtier.metrics import SequenceMetrics
 from kvtier.placement import Placement
 from kvtier.residency import BlockState
@@ -63,7 +64,7 @@ class Sequences:
     def fork(self, batch: Batch) -> Batch:
         """A batch of its own that shares every block by count; tails are copied when either side appends to them."""
         metrics = SequenceMetrics()
-        return Batch([self._fork_row(table, metrics) for table in batch.tables], metrics)
+        return Batch([self._fork_row(table, metrics) for table in batch.tables], metrics, batch.origin)
 
     def resize(self, batch: Batch, num_rows: int) -> None:
         """Give an empty batch another number of rows."""
@@ -190,6 +191,7 @@ class Sequences:
         residency = self.placement.residency
         first_new: int | None = None
         for table in batch.tables:
+            first_of_row: int | None = None
             # From the end: all blocks before a sealed one are sealed.
             for index in range(table.num_full_blocks - 1, -1, -1):
                 record = residency[table.blocks[index]]
@@ -197,20 +199,35 @@ class Sequences:
                     break
                 record.state = BlockState.SEALED
                 self.upkeep.sealed(table.blocks[index])
-                first_new = index if first_new is None else min(first_new, index)
+                first_of_row = index
+            if first_of_row is not None:
+                first_new = first_of_row if first_new is None else min(first_new, first_of_row)
+                self._label(table, batch.origin, first_of_row)
         if first_new is not None and batch.num_rows > 1:
             self._join(batch, first_new)
+
+    def _label(self, table: BlockTable, origin: Origin | None, first: int) -> None:
+        """Note what newly sealed blocks are labelled with, while their tokens are at hand: a crop may drop them."""
+        labels, residency = self.placement.labels, self.placement.residency
+        if labels is None or origin is None:
+            return
+        for index in range(first, table.num_full_blocks):
+            content = table.content(index)
+            if content is None:  # fed as embeddings: this one and all behind it
+                return
+            parent = residency[table.blocks[index - 1]].sealed if index else None
+            residency[table.blocks[index]].sealed = labels.seal(origin, parent, content, is_first=index == 0)
 
     def _join(self, batch: Batch, first: int) -> None:
         """Equal tokens are not enough: a hook, an adapter or token types may have given rows other KV for them."""
         for index in range(first, max(table.num_full_blocks for table in batch.tables)):
-            known: dict[tuple[object, ...], list[BlockId]] = {}
+            known: dict[tuple[BlockId | None, bytes], list[BlockId]] = {}
             for table in batch.tables:
-                identity = table.identity(index) if index < table.num_full_blocks else None
-                if identity is None:
+                content = table.content(index) if index < table.num_full_blocks else None
+                if content is None:
                     continue
                 block = table.blocks[index]
-                candidates = known.setdefault((table.blocks[index - 1] if index else None, *identity), [])
+                candidates = known.setdefault((table.blocks[index - 1] if index else None, content), [])
                 kept = next((other for other in candidates if self._are_equal(block, other)), None)
                 if kept is None:
                     candidates.append(block)

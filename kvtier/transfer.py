@@ -112,13 +112,13 @@ class TransferEngine:
             block = source.block(move.source_slot)
             if block.is_cuda and not isinstance(dest, SlabStore):
                 block = block.cpu()  # files are written from host memory
-            dest.write(move.dest_slot, block)
+            dest.write(move.dest_slot, block, move.label)
         elif isinstance(dest, SlabStore) and not dest.block(move.dest_slot).is_cuda:
             source.read(move.source_slot, dest.block(move.dest_slot))
         else:
             staging = torch.empty(source.shape.block_bytes, dtype=torch.uint8)
             source.read(move.source_slot, staging)
-            dest.write(move.dest_slot, staging)
+            dest.write(move.dest_slot, staging, move.label)
 
     def read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
         """Stream one slice to the compute device, on the calling thread; `out` is ready when this returns.

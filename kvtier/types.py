@@ -126,6 +126,18 @@ class LayerGroup:
         return self.shape.element_bytes == 2 and (self.device == "cpu" or self.writes_scores)
 
 
+@dataclass(frozen=True, slots=True)
+class SlotLabel:
+    """Whose KV a block in a file is, so that a later process can find it and nobody else's. Opaque to a store."""
+
+    namespace: bytes
+    """32 bytes: model, adapters, shapes, formats and salt."""
+    identity: bytes
+    """32 bytes: the block's tokens and all before them, in this namespace."""
+    content: bytes
+    """Canonical encoding of the block's own tokens: compared, so that a collision of identities is seen."""
+
+
 class MovePurpose(enum.Enum):
     """Why a move was started; decides what its commit does."""
 
@@ -150,6 +162,8 @@ class Move:
     source_slot: Slot
     dest: Tier
     dest_slot: Slot
+    label: SlotLabel | None = None
+    """Only towards nvme, of sealed blocks that a later process may find."""
 
 
 class MoveStatus(enum.Enum):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
+from kvtier.labels import Labels
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics, SequenceMetrics
 from kvtier.placement import Placement, Watermark
@@ -215,6 +216,7 @@ def build(
     seed: int = 1,
     max_delay: int = 2,
     fail_frac: float = 0.0,
+    labels: Labels | None = None,
 ) -> House:
     """Tiers of that many slots; 0 leaves a tier out. With the default watermarks nothing moves before it must."""
     slots = {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: nvme}
@@ -228,6 +230,7 @@ def build(
         block_bytes=100,
         watermarks={tier: Watermark(high_frac, low_frac) for tier in (Tier.GPU, Tier.CPU)},
         io_timeout_s=0.01,
+        labels=labels,
     )
 
     def same_bytes(slot: Slot, other: Slot) -> bool:

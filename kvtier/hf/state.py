@@ -51,11 +51,23 @@ class CacheState:
         """Raise UnsupportedError if the model is no longer the one that made this KV."""
         if self.batch.length == 0:
             self.weights = self.runtime.weights_mark()
+            labels = self.runtime.labels
+            # Hashed before the first token is computed: a hash made later would say nothing about this KV.
+            self.batch.origin = None if labels is None else labels.origin(self.weights)
         elif not self.has_current_weights():
             raise UnsupportedError(
                 f"the model's weights changed since this cache's {self.batch.length} tokens were computed: its KV "
                 "is an old model's; use a new cache, or cache.reset()"
             )
+
+    def note_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """From a call on whose KV comes from more than ids, positions and padding, no block gets a label.
+
+        Called after `check_weights`.
+        """
+        labels = self.runtime.labels
+        if labels is not None and self.batch.origin is not None and not labels.is_plain(arguments):
+            self.batch.origin = None
 
     def check_open(self) -> None:
         """Raise ClosedError once the wrapper is closed."""

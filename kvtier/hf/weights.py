@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 
 from kvtier.errors import UnsupportedError
@@ -57,6 +58,10 @@ class WeightsMark:
                 self._last, self._merged = now, merged
             return hash((self._epoch, self._tree.adapters()))
 
+    def is_hooked(self) -> bool:
+        """Whether a hook stands in the model, as of the last call: what it makes of the KV nobody can tell."""
+        return self._tree is not None and self._tree.is_hooked()
+
 
 class _Tree:
     """The modules of a model, flattened: walking them anew takes longer than a small model's layer."""
@@ -73,6 +78,7 @@ class _Tree:
         self._children = [module._modules for module in modules if module._modules]
         self._known = [*chain.from_iterable(map(dict.values, self._children))]
         self._tensors = [entries for module in modules for entries in (module._parameters, module._buffers) if entries]
+        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._dropouts = {name: module for name, module in named.items() if _dropout(module)}
         self._checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
         self._adapters = {name: module for name, module in named.items() if hasattr(module, "_disable_adapters")}
@@ -113,6 +119,13 @@ class _Tree:
             for hook in module._forward_pre_hooks.values():
                 if (given := getattr(hook, "keywords", None)) and not given.keys().isdisjoint(_PER_ROW):
                     check_one_adapter(given)
+
+    def is_hooked(self) -> bool:
+        """Whether any module has a hook, but for those with which transformers collects hidden states."""
+        if not (any(self._hooks) or _global_forward_hooks or _global_forward_pre_hooks):
+            return False
+        hooks = chain.from_iterable(map(dict.values, (*self._hooks, _global_forward_hooks, _global_forward_pre_hooks)))
+        return any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks)
 
     def merged(self) -> list[tuple[str, ...]]:
         """The adapters merged into each layer's weights, which torch's version counters do not see."""
@@ -183,6 +196,8 @@ class _Tensors:
 
 _NUM_SAMPLES = 16
 
+_COLLECTING = "transformers.utils.output_capturing"
+
 _PER_ROW = frozenset({"adapter_names", "alora_offsets"})
 
 # Methods of C themselves: a Python frame for each parameter would double the cost.
@@ -214,7 +229,7 @@ def _dropout(module: torch.nn.Module) -> float:
 def _flat(value: Any) -> Any:
     """A name, several names, or a number for each name, as something that can be hashed."""
     if isinstance(value, dict):
-        return tuple(value.items())
+        return tuple((name, repr(number)) for name, number in value.items())  # hash(-1.0) is hash(-2.0)
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -259,42 +259,42 @@ def test_an_append_whose_positions_do_not_add_up_changes_nothing() -> None:
     table.check_integrity()
 
 
-def test_identity_is_of_ids_positions_and_padding_in_front() -> None:
+def test_content_is_of_ids_positions_and_padding_in_front() -> None:
     table = padded(1, 2, 3, 4, 5, 6, 7, 8, 9)
-    first, second = table.identity(0), table.identity(1)
+    first, second = table.content(0), table.content(1)
     assert first is not None and second is not None and first != second
-    assert table.identity(2) is None, "a tail has none"
+    assert table.content(2) is None, "a tail has none"
     same = padded(1, 2, 3, 4, 5, 6, 7, 8, first_block=10)
-    assert (same.identity(0), same.identity(1)) == (first, second)
-    assert padded(1, 2, 3, 9, 5, 6, 7, 8).identity(0) != first
-    assert padded(1, 2, 3, 9, 5, 6, 7, 8).identity(1) == second  # the parent tells them apart
-    assert padded(None, 1, 2, 3, 4).identity(0) != first
-    assert padded(1, 2, None, 3, 4).identity(0) != first
+    assert (same.content(0), same.content(1)) == (first, second)
+    assert padded(1, 2, 3, 9, 5, 6, 7, 8).content(0) != first
+    assert padded(1, 2, 3, 9, 5, 6, 7, 8).content(1) == second  # the parent tells them apart
+    assert padded(None, 1, 2, 3, 4).content(0) != first
+    assert padded(1, 2, None, 3, 4).content(0) != first
     behind = padded(1, 2, 3, 4, None, 5, 6, 7, 8)
-    assert behind.identity(0) == first, "padding behind a block is the next one's"
-    assert behind.identity(1) != second
+    assert behind.content(0) == first, "padding behind a block is the next one's"
+    assert behind.content(1) != second
 
 
 @pytest.mark.parametrize("padding", [Padding(0, 2), Padding(2, 2)])
-def test_identity_sees_padding_and_positions_apart(padding: Padding) -> None:
+def test_content_sees_padding_and_positions_apart(padding: Padding) -> None:
     tables = [BlockTable(SequenceId(1), 4) for _ in range(4)]
     for table, positions, pads in zip(
         tables, (None, None, [5, 6, 7, 8], [5, 6, 7, 8]), ([], [padding]) * 2, strict=True
     ):
         table.append(4, [1, 2, 3, 4], blocks(0), positions=positions, padding=pads)
-    assert len({table.identity(0) for table in tables}) == 4
+    assert len({table.content(0) for table in tables}) == 4
 
 
-def test_identity_ends_at_the_first_embedding_and_counts_positions_on() -> None:
+def test_content_ends_at_the_first_embedding_and_counts_positions_on() -> None:
     table = padded(1, 2, 3, 4)
     table.append(1, None, blocks(1))
     table.append(3, [6, 7, 8], [])
-    assert table.identity(0) is not None and table.identity(1) is None
+    assert table.content(0) is not None and table.content(1) is None
     counted, placed = BlockTable(SequenceId(1), 4), BlockTable(SequenceId(2), 4)
     counted.append(2, [1, 2], blocks(0))
     counted.append(2, [3, 4], [])
     placed.append(4, [1, 2, 3, 4], blocks(0), positions=[0, 1, 2, 3])
-    assert counted.identity(0) == placed.identity(0)
+    assert counted.content(0) == placed.content(0)
 
 
 def test_forks_have_padding_and_positions_of_their_own() -> None:
@@ -303,7 +303,7 @@ def test_forks_have_padding_and_positions_of_their_own() -> None:
     assert (twin.padding, twin.length) == (table.padding, 5)
     for each in (table, twin):
         each.append(1, [4], [], positions=[5])
-    assert twin.identity(0) == table.identity(0) is not None
+    assert twin.content(0) == table.content(0) is not None
     twin.mask_end(3)
     assert (table.length, table.padding) == (6, [Padding(0, 1), Padding(1, 1)])
     assert (twin.length, twin.padding) == (6, [Padding(0, 1), Padding(1, 4)])

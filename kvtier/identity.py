@@ -1,0 +1,105 @@
+"""What a block is, as bytes that are equal in every process and Python: encodings, and the hashes made of them.
+
+Every field is framed by its length and carries its name, so no two different lists of fields have the same encoding,
+and every hash begins with what it is of, so that none of one kind can be taken for one of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+DIGEST_BYTES = 32
+
+FORMATS = {"layout": 1, "codec": 1, "computation": 1}
+"""Versions that every namespace contains; raise one and no older block is found.
+
+`layout`: how a block's bytes lie (slices, K then V, head-major). `codec`: what reading gives back of what was written
+(all codecs are lossless). `computation`: which K and V this package has a model compute for given tokens, positions and
+padding.
+"""
+
+
+def framed(fields: Iterable[tuple[str, bytes]]) -> bytes:
+    """Names and values as one string of bytes, each behind its length (8 bytes, little-endian). Injective."""
+    parts: list[bytes] = []
+    for name, value in fields:
+        for part in (name.encode(), value):
+            parts += (struct.pack("<Q", len(part)), part)
+    return b"".join(parts)
+
+
+def digest(kind: str, fields: Iterable[tuple[str, bytes]]) -> bytes:
+    """32 bytes of blake2b over `framed` fields, behind the kind of thing that they are of."""
+    return hashlib.blake2b(framed([("kind", kind.encode()), *fields]), digest_size=DIGEST_BYTES).digest()
+
+
+def canonical(value: object) -> bytes:
+    """A plain value as bytes: None, bool, int, float (its bits), str, bytes, and lists, tuples and dicts of them.
+
+    Tuples are encoded as lists and the order of a dict does not count: neither survives JSON.
+
+    Raises:
+        TypeError: any other type.
+    """
+    match value:
+        case None:
+            return framed([("none", b"")])
+        case bool():
+            return framed([("bool", b"\1" if value else b"\0")])
+        case int():
+            return framed([("int", b"%d" % value)])
+        case float():
+            return framed([("float", struct.pack("<d", value))])
+        case str():
+            return framed([("str", str.encode(value, errors="surrogatepass"))])
+        case bytes():
+            return framed([("bytes", value)])
+        case list() | tuple():
+            return framed([("list", framed(("", canonical(each)) for each in value))])
+        case dict():
+            entries = sorted((canonical(key), canonical(each)) for key, each in value.items())
+            return framed([("dict", framed(("", part) for entry in entries for part in entry))])
+    raise TypeError(f"a {type(value).__name__} has no canonical encoding")
+
+
+def token_content(ids: array[int], positions: array[int], padding: Sequence[tuple[int, int]]) -> bytes:
+    """Which tokens a block holds, as bytes; equal for equal tokens and for no others.
+
+    Args:
+        ids: 32 bits each.
+        positions: one a token.
+        padding: `(at, count)`: columns of padding in front of the block's token number `at`.
+
+    Cost: about 4 bytes a token where positions are counted on.
+    """
+    runs = array("i")  # first position and length of each longest run of neighbouring ones
+    for number, position in enumerate(positions):
+        if number and position == positions[number - 1] + 1:
+            runs[-1] += 1
+        else:
+            runs.extend((position, 1))
+    columns = array("i", [number for pair in padding for number in pair])
+    return framed([("ids", _little(ids)), ("positions", _little(runs)), ("padding", _little(columns))])
+
+
+def _little(numbers: array[int]) -> bytes:
+    if sys.byteorder != "little":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def block_identity(namespace: bytes, parent: bytes | None, content: bytes) -> bytes:
+    """32 bytes: which KV a block holds.
+
+    Args:
+        namespace: all that makes K and V of given tokens what they are (`hf/fingerprint.py`).
+        parent: identity of the block before it; None for a sequence's first.
+        content: `token_content` of its own tokens.
+    """
+    parents = [] if parent is None else [("parent", parent)]
+    return digest("block", [("namespace", namespace), *parents, ("content", content)])

@@ -1,0 +1,145 @@
+"""Which sealed blocks are labelled on their way to files that outlive the process, and with what.
+
+A label says whose KV a block is, and may never be wrong: a later process serves the block on its word. So a block is
+labelled only when the model was hashed before the first token of its sequence was computed and again after the block
+was sealed, and both hashes agree. Pure: what hashes the model is handed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvtier.identity import block_identity
+from kvtier.log import logger
+from kvtier.types import SlotLabel
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a model was at one time, 32 bytes each."""
+
+    weights: bytes
+    """Of all that should not change while the model is wrapped: tensors, modules, config, versions, shapes."""
+    namespace: bytes
+    """Of that, and of the adapters in force and the salt: what makes the KV of given tokens what it is."""
+
+
+class Source(Protocol):
+    """The model, as far as labels need it."""
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Hash the model as it is now; None if it has parts that cannot be hashed. Seconds a GB: a fraction of one."""
+        ...
+
+    def is_plain(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a call computes the KV of its tokens from ids, positions, padding and the fingerprint alone."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Origin:
+    """The model that one or several batches' KV is computed with, as hashed before the first of their tokens."""
+
+    fingerprint: Fingerprint
+    num_proven: int = 0
+    """Of all blocks sealed, how many were when the model was last seen to be the same."""
+    is_stale: bool = False
+    """The model was seen to differ: what was sealed since `num_proven` is of either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A sealed block's label, and what is to be proven before it may be used."""
+
+    label: SlotLabel
+    origin: Origin
+    number: int
+    """How many blocks had been sealed before."""
+
+
+class Labels:
+    """Gives labels to blocks of sequences whose KV a later process could compute again. One thread at a time.
+
+    Hashing again takes at most 1 s and 2 % of the time; a block that would need more goes without a label, which costs
+    its recomputation after a restart.
+    """
+
+    MAX_TIME_FRAC = 0.02
+    BURST_S = 1.0
+    _MAX_REMEMBERED = 16
+
+    def __init__(self, source: Source, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._source, self._clock_s = source, clock_s
+        self._remembered: dict[int, Origin | None] = {}
+        """By mark of the weights, latest last."""
+        self._num_sealed = 0
+        self._started_s = clock_s()
+        self._spent_s = 0.0
+
+    def origin(self, mark: int) -> Origin | None:
+        """What a batch that begins now is computed with; None if nobody can say.
+
+        Args:
+            mark: the number of the model's weights in this process. A model with the mark of one hashed before is not
+                hashed again here: if the mark has missed a change, `label` finds it.
+        """
+        if mark not in self._remembered:
+            fingerprint = self._hash()
+            self._remembered[mark] = None if fingerprint is None else Origin(fingerprint)
+            while len(self._remembered) > self._MAX_REMEMBERED:
+                self._remembered.pop(next(iter(self._remembered)))
+        return self._remembered[mark]
+
+    def is_plain(self, arguments: Mapping[str, Any]) -> bool:
+        """As `Source.is_plain`."""
+        return self._source.is_plain(arguments)
+
+    def seal(self, origin: Origin, parent: Sealed | None, content: bytes, *, is_first: bool) -> Sealed | None:
+        """What a block's label will be; None if the one before it has none, or is another model's."""
+        if not is_first and (parent is None or parent.origin.fingerprint != origin.fingerprint):
+            return None
+        namespace = origin.fingerprint.namespace
+        identity = block_identity(namespace, None if parent is None else parent.label.identity, content)
+        sealed = Sealed(SlotLabel(namespace, identity, content), origin, self._num_sealed)
+        self._num_sealed += 1
+        return sealed
+
+    def label(self, sealed: Sealed | None) -> SlotLabel | None:
+        """The label under which a block may be kept now, or None: it must not be found by a later process.
+
+        Hashes the model if it has not been since the block was sealed.
+        """
+        if sealed is None:
+            return None
+        origin = sealed.origin
+        if sealed.number >= origin.num_proven and not origin.is_stale and self._may_hash():
+            self._verify(origin)
+        return sealed.label if sealed.number < origin.num_proven else None
+
+    def _may_hash(self) -> bool:
+        return self._spent_s <= self.BURST_S + self.MAX_TIME_FRAC * (self._clock_s() - self._started_s)
+
+    def _verify(self, origin: Origin) -> None:
+        started_s = self._clock_s()
+        now = self._hash()
+        self._spent_s += self._clock_s() - started_s
+        known = {id(each): each for each in (*self._remembered.values(), origin) if each is not None}
+        for each in known.values():
+            if now is not None and each.fingerprint.weights == now.weights:
+                each.num_proven = self._num_sealed
+            else:
+                each.is_stale = True
+        if any(each.is_stale for each in known.values()):
+            # Whatever the marks say: they may have missed it. Batches that begin from here on are hashed for.
+            self._remembered.clear()
+            logger.info("the model has changed since KV was computed with it: blocks sealed meanwhile get no label")
+
+    def _hash(self) -> Fingerprint | None:
+        try:
+            return self._source.fingerprint()
+        except Exception as error:  # whatever it is: a label is a convenience, and the move it is for must go on
+            logger.warning("the model could not be hashed (%s): its KV will not survive a restart", error)
+            return None
