@@ -87,18 +87,6 @@ class Survives(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLabel:
-    """By what a later process finds a slot again. A store compares its parts and knows nothing of what they mean."""
-
-    namespace: bytes
-    """32 bytes: everything that makes KV bytes valid, from the weights to the tenant's salt."""
-    identity: bytes
-    """32 bytes: which block it is."""
-    content: bytes
-    """The caller's own encoding of the block's tokens, compared byte by byte: a collision of identities is seen."""
-
-
-@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers of one kind on one device, whose blocks live and die together.
 

@@ -107,13 +107,14 @@ class NvmeStore(Store):
     def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         """As the interface says; with a label, in a persistent folder, a later process can find the block.
 
-        Raises ValueError for a label that does not fit the header; nothing was changed.
+        A label whose content is too long for a header (positions that jump at each token) is left out: the block is
+        then found by nobody. Raises ValueError for one of other lengths than 32 bytes; nothing was changed.
         """
         self._check_open()
         self.check_slot(slot)
         self.check_buffer(block, self.shape.block_bytes)
-        if label is not None:
-            self._geometry.check_label(label)
+        if label is not None and not self._geometry.fits(label):
+            label = None
         self._index.begin(slot)  # before the first byte changes: from here to the end nothing is readable
         segment, start = self._space.locate_for_write(slot)
         data: npt.NDArray[np.uint8] = block.numpy()

@@ -121,20 +121,21 @@ class Geometry:
 
     # --- slots
 
-    def check_label(self, label: SlotLabel) -> None:
-        """Raise ValueError for a label that a header of this size cannot hold: a bug in the caller."""
-        if len(label.namespace) != 32 or len(label.identity) != 32 or len(label.content) > self.max_content_bytes:
+    def fits(self, label: SlotLabel) -> bool:
+        """Whether a header of this size can hold the label. Raises ValueError for one that none can: a bug."""
+        if len(label.namespace) != 32 or len(label.identity) != 32:
             raise ValueError(
-                f"slot label: namespace and identity are 32 bytes, content at most {self.max_content_bytes}; got "
-                f"{len(label.namespace)}, {len(label.identity)} and {len(label.content)}"
+                f"slot label: namespace and identity are 32 bytes; got {len(label.namespace)} and {len(label.identity)}"
             )
+        return len(label.content) <= self.max_content_bytes
 
     def header(self, label: SlotLabel, generation: int, written_ns: int, checksums: Sequence[int]) -> Bytes:
         """A slot's header, padded with zeros to whole pages: no more of them than its content needs.
 
         Raises ValueError for a label that does not fit.
         """
-        self.check_label(label)
+        if not self.fits(label):
+            raise ValueError(f"slot label: {len(label.content)} bytes of content, at most {self.max_content_bytes} fit")
         end = self._content_offset + len(label.content)
         data = np.zeros(_pages(end + CHECKSUM_BYTES), np.uint8)
         fields = data[: HEADER.itemsize].view(HEADER)[0]
