@@ -3,6 +3,9 @@
 Each round a worker opens the folder, reports what it finds there, and writes new blocks on two threads, reporting by
 pipe each write that begins and each that has ended. The parent counts, and kills it at a random moment. The last line
 printed is the verdict; exit status 1 unless it passes.
+
+A worker is forked by a starter that has imported the store, which would take longer than all else; every ten rounds
+there is a new starter, with another PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +39,7 @@ ROOT = Path(__file__).parents[1]
 SHAPE = BlockShape(num_layers=8, kv_heads=4, block_tokens=64, key_dim=64, value_dim=64, element_bytes=2)  # 512 KiB
 BUDGET_BYTES = 48 << 20
 NUM_THREADS = 2
+ROUNDS_A_STARTER = 10
 MIN_NEW_BLOCKS = 20  # a round
 NAMESPACE = hashlib.sha256(b"crash").digest()
 
@@ -57,6 +63,7 @@ class Worker:
     """One process: opens, reports what it finds, writes until it is killed."""
 
     def __init__(self, folder: Path) -> None:
+        self.say("pid", os.getpid())
         started_s = time.monotonic()
         self.store = NvmeStore(SHAPE, BUDGET_BYTES, folder, persistent=True, reserve_free_frac=0.0)
         self.say("opened", time.monotonic() - started_s, self.store.num_quarantined)
@@ -107,6 +114,29 @@ class Worker:
             thread.start()
         for thread in threads:
             thread.join()
+
+
+def serve() -> None:
+    """Fork a worker for each line of stdin, one after the other: folder, first number, whether it writes."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        folder, number, writes = line.rstrip("\n").split("\t")
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                worker = Worker(Path(folder))
+                worker.report_found()
+                if writes == "writes":
+                    worker.write(int(number))
+                worker.store.close()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(pid, 0)
+        os.write(1, f"died {os.waitstatus_to_exitcode(status)}\n".encode())  # behind all that it had said
 
 
 # -- the parent --------------------------------------------------------------------------------------------------------
@@ -166,29 +196,46 @@ class Crash:
 def run(folder: Path, num_rounds: int, seed: int, say: Callable[[str], None]) -> Crash:
     """`num_rounds` kills, and a last opening that is not killed."""
     chance, crash = random.Random(seed), Crash()
-    for number in range(num_rounds):
-        _round(folder, chance, crash)
-        crash.disk_bytes.append(allocated_bytes(folder))
-        if (number + 1) % 10 == 0:
-            say(f"{number + 1} of {num_rounds}: {crash.num_found} of {crash.num_looked_for} found again")
-    _round(folder, chance, crash, kill=False)
+    for start in range(0, num_rounds, ROUNDS_A_STARTER):
+        end = min(num_rounds, start + ROUNDS_A_STARTER)
+        with _starter(chance) as starter:
+            for _ in range(start, end):
+                _round(starter, folder, chance, crash)
+                crash.disk_bytes.append(allocated_bytes(folder))
+            if end == num_rounds:
+                _round(starter, folder, chance, crash, kill=False)
+        say(f"{end} of {num_rounds}: {crash.num_found} of {crash.num_looked_for} found again")
     return crash
 
 
-def _round(folder: Path, chance: random.Random, crash: Crash, *, kill: bool = True) -> None:
-    wanted = MIN_NEW_BLOCKS + chance.randrange(30)
-    command = [sys.executable, "-m", "tests.crash", "--worker", str(folder), str(crash.num_committed * 1000)]
+@contextmanager
+def _starter(chance: random.Random) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONHASHSEED": str(chance.randrange(1 << 32)), "OMP_NUM_THREADS": "1"}
-    worker = subprocess.Popen(
-        command if kill else [*command, "--only-look"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert worker.stdout is not None
+    command = [sys.executable, "-m", "tests.crash", "--serve"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as starter:
+        yield starter
+
+
+def _round(
+    starter: subprocess.Popen[str], folder: Path, chance: random.Random, crash: Crash, *, kill: bool = True
+) -> None:
+    wanted = MIN_NEW_BLOCKS + chance.randrange(30)
+    assert starter.stdin is not None and starter.stdout is not None
+    starter.stdin.write(f"{folder}\t{crash.num_committed * 1000}\t{'writes' if kill else 'looks'}\n")
+    starter.stdin.flush()
     begun: set[int] = set()
     found: set[int] = set()
-    num_new, killed = 0, False
-    for line in worker.stdout:  # to its end: what was in the pipe when the worker died counts
-        word, *rest = line.split()
-        if word == "opened":
+    num_new, killed, pid, status = 0, False, 0, None
+    while status is None:  # to its end: what was in the pipe when the worker died counts
+        word, *rest = starter.stdout.readline().split() or ["gone"]
+        if word == "pid":
+            pid = int(rest[0])
+        elif word == "died":
+            status = int(rest[0])
+        elif word == "gone":
+            raise SystemExit("the starter of workers died")
+        elif word == "opened":
             crash.slowest_open_s = max(crash.slowest_open_s, float(rest[0]))
             crash.num_quarantined += int(rest[1])
         elif word == "found":
@@ -210,10 +257,8 @@ def _round(folder: Path, chance: random.Random, crash: Crash, *, kill: bool = Tr
             num_new += 1
         if kill and not killed and num_new >= wanted:
             time.sleep(chance.random() * 0.004)
-            worker.send_signal(signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)  # it ends by this alone, so the pid is still its own
             killed = True
-    status = worker.wait()
-    worker.stdout.close()
     if status != (-signal.SIGKILL if kill else 0):
         raise SystemExit(f"the worker ended with status {status}, its own doing")
     if kill:
@@ -234,16 +279,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="SIGKILL writers of an nvme folder; see what is found again.")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "NUMBER"), help=argparse.SUPPRESS)
-    parser.add_argument("--only-look", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        torch.set_num_threads(1)
-        worker = Worker(Path(options.worker[0]))
-        worker.report_found()
-        if not options.only_look:
-            worker.write(int(options.worker[1]))
-        worker.store.close()
+    if options.serve:
+        serve()
         return 0
     with tempfile.TemporaryDirectory(prefix="kvtier-crash-") as name:
         crash = run(Path(name) / "kv", options.rounds, options.seed, lambda line: print(line, flush=True))

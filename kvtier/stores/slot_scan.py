@@ -16,7 +16,7 @@ from kvtier.stores.segment import PAGE_BYTES
 from kvtier.stores.slot_format import HEADER, Geometry, Headers, SegmentKind, read_superblock
 
 _NUM_THREADS = 8  # headers lie a slot apart: a cold disk is asked for many at a time
-_CHUNK_BYTES = 4 << 20  # of headers, read and judged together
+_CHUNK_BYTES = 1 << 20  # of headers, read and judged together: what a core's cache holds
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +84,11 @@ def _look(folder: OwnedFolder, file: SegmentFile, max_bytes: int) -> FoundSegmen
 
 def _read_rows(fd: int, geometry: Geometry, slots: Iterable[int], out: npt.NDArray[np.uint8]) -> None:
     """The beginning of each slot into a row of `out`; what cannot be read becomes 0xFF, which is no header."""
+    num_bytes, view = out.shape[1], out.reshape(-1).data
     for row, slot in enumerate(slots):
+        place = view[row * num_bytes : (row + 1) * num_bytes]
         try:
-            if os.preadv(fd, [out[row].data], PAGE_BYTES + slot * geometry.slot_bytes) == out.shape[1]:
+            if os.preadv(fd, (place,), PAGE_BYTES + slot * geometry.slot_bytes) == num_bytes:
                 continue
         except OSError:
             pass  # a bad sector: this slot is quarantined, the others are not
@@ -97,10 +99,11 @@ def _headers(folder: OwnedFolder, segment: FoundSegment, start: int, num_rows: i
     geometry = segment.geometry
     assert geometry is not None
     slots = range(start, min(segment.num_slots, start + num_rows))
-    raw = np.full((len(slots), geometry.header_bytes), 0xFF, np.uint8)
+    raw = np.empty((len(slots), geometry.header_bytes), np.uint8)
     try:
         fd = folder.open_file(segment.file.name)
     except OSError:
+        raw[:] = 0xFF
         return geometry.parse(raw)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # reading ahead would read the payloads

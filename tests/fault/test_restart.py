@@ -779,7 +779,7 @@ def test_with_verification_of_headers_switched_off_a_torn_one_gives_wrong_bytes(
     store = open_store(tmp_path / "kv")
     assert served(store, [2]) == ({2}, set(), set())
     store.close()
-    monkeypatch.setattr("kvtier.stores.slot_format.is_signed", lambda *_: True)
+    monkeypatch.setattr("kvtier.stores.slot_format.are_signed", lambda raw, rows, lengths: np.ones(len(rows), bool))
     store = open_store(tmp_path / "kv")
     assert served(store, [2]) == (set(), set(), {2})
     store.close()
