@@ -184,10 +184,8 @@ class NvmeStore(Store):
         if hit is None:
             return None
         slot, generation = Slot(hit[0]), hit[1]
-        if (
-            self._headers.read(generation, *self._space.locate(slot)) != label
-            or self._index.find(label.namespace + label.identity) != hit
-        ):
+        held = self._headers.read(generation, *self._space.locate(slot))
+        if held != label or self._index.find(label.namespace + label.identity) != hit:
             return None
         return slot
 

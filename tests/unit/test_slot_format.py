@@ -143,6 +143,14 @@ def test_crafted_fields_with_a_checksum_that_fits_are_refused(field: str, value:
     assert verdict(signed(raw)) is Verdict.BAD
 
 
+@pytest.mark.parametrize("content_bytes", [GEOMETRY.max_content_bytes + 1, 10**6, 2**32 - 300])
+def test_an_absurd_content_that_agrees_with_the_length_is_refused(content_bytes: int) -> None:
+    raw = header()
+    view = raw[: HEADER.itemsize].view(HEADER)[0]
+    view["content_bytes"], view["length"] = content_bytes, HEADER.itemsize + 3 * SLICE.itemsize + content_bytes + 8
+    assert verdict(signed(raw)) is Verdict.BAD
+
+
 @pytest.mark.parametrize("field", ["offset", "stored_bytes"])
 @pytest.mark.parametrize("value", [1, 2**40, 2**64 - 1])
 def test_a_crafted_slice_table_is_refused(field: str, value: int) -> None:
