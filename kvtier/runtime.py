@@ -132,6 +132,8 @@ class Runtime:
         nvme = self.stores.get(Tier.NVME)
         if isinstance(nvme, NvmeStore):
             self._pools[Tier.NVME].hold_back(nvme.held_back())
+            if not nvme.persistent:  # a share: nothing in it outlives the process
+                self.labels = None
         engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
         self.placement = Placement(
             self._pools,
