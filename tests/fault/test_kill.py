@@ -125,8 +125,8 @@ def test_a_second_wrapper_gets_a_share_of_its_own_that_goes_with_it(tmp_path: Pa
         with on_path(models[2], tmp_path, "subfolder") as third:  # does not sweep a live owner's
             assert folders[1].is_dir() and list(folders[1].glob("segment-*"))
             assert Path(third.stats()["tiers"]["nvme"]["folder"]) not in folders
-        assert first._runtime.labels is not None and second._runtime.labels is None  # nothing is hashed for a share
             second.check_integrity()
+        assert first._runtime.labels is not None and second._runtime.labels is None  # nothing is hashed for a share
     assert folders[0].is_dir() and not folders[1].exists()
     assert not list(folders[1].parent.iterdir())
 
