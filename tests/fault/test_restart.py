@@ -642,6 +642,25 @@ def test_another_geometry_is_counted_not_read_and_given_up_when_room_is_short(tm
     store.close()
 
 
+def test_a_segment_of_a_later_version_is_left_alone_until_room_is_short(tmp_path: Path) -> None:
+    filled(tmp_path / "kv", EVERY)
+    path = segments(tmp_path / "kv")[0]
+    edit(path, 8, lambda _: b"\x02\x00", 2)
+    data = path.read_bytes()
+    store = open_store(tmp_path / "kv")
+    per_segment = (len(data) - PAGE_BYTES) // SLOT_BYTES
+    assert served(store, EVERY)[0] == set(EVERY) - set(range(per_segment))
+    write(store, range(per_segment, 40), first_slot=0)
+    store.close()
+    assert path.read_bytes() == data
+    store = open_store(tmp_path / "kv")
+    write(store, range(store.num_slots))
+    assert store.used_bytes() == allocated_bytes(tmp_path / "kv") <= BUDGET_BYTES
+    assert not path.exists() or path.read_bytes()[8] == 1  # its name taken anew
+    assert served(store, range(store.num_slots))[0] == set(range(store.num_slots))
+    store.close()
+
+
 def test_of_other_models_files_those_opened_longest_ago_go_first(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     filled(folder, range(20), of=1)
