@@ -227,7 +227,7 @@ class Labelled:
     def __init__(self, **values: Any) -> None:
         self.model, self.clock = FakeModel(), Clock()
         self.labels = Labels(self.model, self.clock)
-        self.house: House = build(gpu=8, cpu=0, nvme=16, labels=self.labels, low_frac=0.0, **values)
+        self.house: House = build(**{"gpu": 8, "cpu": 0, "nvme": 16, "low_frac": 0.0, **values}, labels=self.labels)
 
     def batch(self, mark: int = 1, rows: int = 1) -> Batch:
         batch = self.house.manager.new_batch(rows)
@@ -307,6 +307,17 @@ def test_without_an_origin_nothing_is_labelled_nor_hashed() -> None:
     labelled.house.manager.leave(batch)
     assert labelled.demoted() == [None, None]
     assert labelled.model.num_hashed == 0
+
+
+def test_on_its_way_to_the_cpu_tier_a_block_has_no_label_and_nothing_is_hashed_for_it() -> None:
+    labelled = Labelled(cpu=8)
+    labelled.filled(EIGHT)
+    labelled.house.placement.give_up(Tier.GPU, 8)
+    labelled.house.drain()
+    assert [(move.dest, move.label) for move in labelled.house.engine.started] == [(Tier.CPU, None)] * 2
+    assert labelled.model.num_hashed == 1
+    labelled.house.placement.give_up(Tier.CPU, 8)
+    assert all(move.label is not None for move in labelled.house.engine.started[2:])
 
 
 def test_what_was_sealed_without_an_origin_is_not_labelled_by_a_fork_that_has_one() -> None:
