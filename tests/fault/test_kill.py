@@ -166,3 +166,30 @@ def test_a_wrapper_keeps_the_blocks_of_an_earlier_process_as_long_as_there_is_ot
     store = open_store(tmp_path / "nvme" / "kv", budget_bytes, shape)
     assert served(store, range(6))[0] == set(range(6))
     store.close()
+
+
+@pytest.mark.parametrize("survives", ["kill", "power_loss"])
+def test_what_a_wrapper_leaves_is_found_by_the_next_and_used_by_nothing_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: str
+) -> None:
+    model, syncs, real = tiny("llama"), [], os.fdatasync
+
+    def syncing(fd: int) -> None:
+        syncs.append(fd)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", syncing)
+    config = small_config(model, tmp_path)
+    config["tiers"]["nvme"]["survives"] = survives
+    with TieredKV(model, config) as tiered:
+        cache = tiered.new_cache()
+        first = tiered.generate(tokens(300), cache=cache, max_new_tokens=3, do_sample=False)
+    assert bool(syncs) is (survives == "power_loss")
+    with TieredKV(model, config) as tiered:
+        assert tiered.stats()["tiers"]["nvme"]["found"] > 0
+        cache = tiered.new_cache()
+        again = tiered.generate(tokens(300), cache=cache, max_new_tokens=3, do_sample=False)
+        assert tiered.stats()["tokens"] >= 300  # all were computed anew
+        tiered.check_integrity()
+    assert torch.equal(first, again)
+    assert torch.equal(first, model.generate(tokens(300), max_new_tokens=3, do_sample=False))
