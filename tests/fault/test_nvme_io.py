@@ -151,7 +151,7 @@ def test_reads_without_progress_are_short_reads(
     store.write(Slot(1), block)
     Preadv(monkeypatch, shortened(os.preadv, num_bytes) if num_bytes else lambda *_: 0, None)
     for call in (lambda: read(store, 1), lambda: read_slice(store, 1, 2)):
-        with pytest.raises(ShortReadError, match=r"segment-00001\.kvt has 1572864 bytes and gave"):
+        with pytest.raises(ShortReadError, match=r"segment-00001\.kvt has \d+ bytes and gave"):
             call()
     monkeypatch.undo()
     assert is_idle(store)
@@ -494,17 +494,19 @@ def test_direct_io_holds_no_page_cache(tmp_path: Path) -> None:
     store.close()
 
 
-def test_memory_of_the_tiers_needs_no_staging(tmp_path: Path) -> None:
+def test_memory_of_the_tiers_needs_no_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path / "kv", IoMode.DIRECT, LARGE, budget_bytes=16 * MIB)
-    block = page_aligned(LARGE.block_bytes)
+    store.write(Slot(0), random_block(store, 0))  # this makes the segment, whose superblock does not lie on a page
+    monkeypatch.setattr(StagingPool, "buffer", failing(errno.EIO))
+    block, out = page_aligned(LARGE.block_bytes), page_aligned(LARGE.block_bytes)
     block.copy_(random_block(store, 1))
     store.write(Slot(0), block)
-    out = page_aligned(LARGE.block_bytes)
     store.read(Slot(0), out)
+    assert torch.equal(out, block)
     store.read_slice(Slot(0), 1, out[: LARGE.slice_bytes])
-    assert store.host_bytes() == 0
-    store.read_slice(Slot(0), 1, torch.empty(LARGE.slice_bytes + 1, dtype=torch.uint8)[1:])
-    assert store.host_bytes() == BUFFER_BYTES
+    assert torch.equal(out[: LARGE.slice_bytes], block[LARGE.slice_bytes : 2 * LARGE.slice_bytes])
+    with pytest.raises(StoreError):  # so it would have been seen
+        store.read_slice(Slot(0), 1, torch.empty(LARGE.slice_bytes + 1, dtype=torch.uint8)[1:])
     store.close()
 
 
