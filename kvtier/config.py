@@ -5,7 +5,7 @@ Pure Python. Nothing is allocated here. The keys' docstrings are docs/configurat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,13 +26,24 @@ from kvtier.config_files import check_nvme_path, parse_yaml, read_source
 from kvtier.duration import Duration
 from kvtier.errors import ConfigError
 from kvtier.size import Size, SizeUnit
-from kvtier.types import AttentionMode, Survives, Tier
+from kvtier.types import AttentionMode, IoMode, Survives, Tier
+
+MIN_PAGE_CACHE_BYTES = 4 << 20  # what the nvme store needs to have one read or write under way (stores/page_cache.py)
 
 
 def _more_than_nothing(size: Size) -> Size:
     if not size.amount:
         raise ValueError("must be more than 0: only the gpu tier is mandatory")
     return size
+
+
+def _at_least(num_bytes: int) -> Callable[[Size], Size]:
+    def check(size: Size) -> Size:
+        if (size.unit is SizeUnit.BYTES and size.amount < num_bytes) or not size.amount:
+            raise ValueError(f"must be at least {Size(num_bytes)}")
+        return size
+
+    return check
 
 
 def _later(*words: str) -> BeforeValidator:
@@ -133,9 +144,19 @@ class NvmeTierConfig(_Strict):
     the blocks in them that were written with their identity; nothing in TieredKV looks them up yet. Left out: a
     temporary folder in `~/.cache/kvtier/runs` (or below `$XDG_CACHE_HOME`), removed on close. Give a path to choose the
     disk; the fastest local one is right, a network folder is one warning."""
-    io: Annotated[Literal["auto", "mmap"], _later("direct")] = Field(default="auto", title="auto or mmap")
-    """How files are read. `mmap` is through the page cache; `auto` is the same in this version. `direct` comes later
-    and is refused."""
+    io: IoMode = Field(default=IoMode.AUTO, strict=False, title="auto, mmap or direct")
+    """How files are read and written. `mmap` is through the page cache, `direct` past it (O_DIRECT) and refused where
+    the file system does not take it. `auto` reads a scratch file of 32 MiB both ways when the model is wrapped, for
+    less than a second, and takes the faster; with less than 1 GiB of room, on tmpfs and where `direct` would be refused
+    it takes `mmap`. `stats()` says what it took and why. `direct` streams with up to 32 threads, as far as the ring has
+    room."""
+    page_cache: Annotated[_Budget, AfterValidator(_at_least(MIN_PAGE_CACHE_BYTES))] = Field(
+        default=Size(256 << 20), title="a size of at least 4MiB, or 1% of the memory that the process may use"
+    )
+    """The most host memory for the files beside the tiers, at least 4 MiB: page cache with `mmap`, which is written
+    back and dropped beyond it, and aligned buffers with `direct` (of those at most 64 MiB). What the page cache holds
+    the faster tiers hold or held too, so that it only has to bridge bursts: the default is what the ring can run ahead
+    at most. More helps with `mmap` where the cpu tier is small. On tmpfs, where files are memory, it does nothing."""
     compression: Annotated[Literal["none"], _later("zstd")] = Field(default="none", title="none")
     """`none` keeps blocks as they are. `zstd` comes later and is refused."""
     survives: Survives = Field(default=Survives.KILL, strict=False, title="kill or power_loss")
@@ -239,8 +260,8 @@ class KVTierConfig(_Strict):
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), title="a mapping such as {policy: next_layers}")
     """What is read early from slower tiers while a layer computes."""
     io_threads: int = Field(default=4, ge=1, le=64, title="a number of threads from 1 to 64")
-    """Threads that move whole blocks, and as many more that stream slices to attention. Raise it for disks that are
-    fast only with many requests at a time."""
+    """Threads that move whole blocks, and as many more that stream slices to attention (with direct I/O up to 32, as
+    far as the ring has room). Raise it for disks that are fast only with many requests at a time."""
     io_timeout_s: float = Field(
         default=60.0, gt=0, le=86400, allow_inf_nan=False, title="seconds, more than 0 and at most 86400"
     )

@@ -14,6 +14,7 @@ import torch
 from kvtier.errors import BlockLostError, IntegrityError, StoreError, TransferTimeoutError
 from kvtier.metrics import Metrics
 from kvtier.plan import Source
+from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockShape, PrefetchPolicy, Slot, Tier
 
 ReadSlice = Callable[[Tier, Slot, int, torch.Tensor], None]
@@ -60,7 +61,10 @@ class SliceRing:
         self.cell_slices = num_slices // self.num_cells
         self._shape, self._device = shape, device
         total = self.num_cells * self.cell_slices
-        self._bytes = torch.empty((total, shape.slice_bytes), dtype=torch.uint8, device=device)
+        num_bytes = total * shape.slice_bytes
+        on_host = device.type == "cpu"  # there O_DIRECT reads into it, without a copy where slices are whole pages
+        memory = page_aligned(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._bytes = memory.view(total, shape.slice_bytes)
         heads, tokens = shape.kv_heads, shape.block_tokens
         self._keys = self._bytes[:, : shape.key_bytes].view(dtype).view(total, heads, tokens, shape.key_dim)
         self._values = self._bytes[:, shape.key_bytes :].view(dtype).view(total, heads, tokens, shape.value_dim)

@@ -32,7 +32,9 @@ from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slab import slot_bytes
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
-from kvtier.types import LayerGroup, Tier
+from kvtier.types import IoMode, LayerGroup, Tier
+
+DIRECT_STREAM_THREADS = 32
 
 
 class UntieredBytes(Protocol):
@@ -156,7 +158,7 @@ class Runtime:
                 read_slice=engine.read_slice,
                 prefetch=prefetch,
                 metrics=self.metrics,
-                num_threads=config.io_threads,
+                num_threads=self._stream_threads(),
                 io_timeout_s=config.io_timeout_s,
             )
         budget = self.gpu_budget
@@ -164,6 +166,8 @@ class Runtime:
         self.executor = StepExecutor(group, self.manager, gpu, ring, self.metrics, self.mode, limits)
         for tier, store in self.stores.items():
             logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)
+            if isinstance(store, NvmeStore):
+                logger.info("nvme tier: io %s: %s", store.io.mode.value, store.io.reason)
 
     # -- budgets ------------------------------------------------------------------------------------------------------
 
@@ -230,8 +234,10 @@ class Runtime:
         return root
 
     def _nvme_store(self, nvme: NvmeTierConfig, num_bytes: int, root: Path) -> NvmeStore:
+        page_cache_bytes = nvme.page_cache.resolve(system.memory_limit_bytes())
+        ways: dict[str, Any] = {"io": nvme.io, "page_cache_bytes": page_cache_bytes}
         if nvme.path is None:
-            return NvmeStore(self.group.shape, num_bytes, _own_folder(root), persistent=False)
+            return NvmeStore(self.group.shape, num_bytes, _own_folder(root), persistent=False, **ways)
         shares = root / "shares"
         _sweep(shares)
         try:
@@ -242,13 +248,21 @@ class Runtime:
                 persistent=True,
                 survives=nvme.survives,
                 namespace_ttl_s=nvme.namespace_ttl.seconds,
+                **ways,
             )
         except FolderInUseError as error:
             if nvme.on_locked == "error":
                 raise
             share = _own_folder(shares)
             logger.info("%s; this one uses %s", error, share)
-            return NvmeStore(self.group.shape, num_bytes, share, persistent=False)
+            return NvmeStore(self.group.shape, num_bytes, share, persistent=False, **ways)
+
+    def _stream_threads(self) -> int:
+        """Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing."""
+        store, num_threads = self.stores.get(Tier.NVME), self.config.io_threads
+        if isinstance(store, NvmeStore) and store.io.mode is IoMode.DIRECT:
+            return max(num_threads, min(DIRECT_STREAM_THREADS, self.gpu_budget.ring_slices))
+        return num_threads
 
     def _watermarks(self) -> dict[Tier, Watermark]:
         tiers = self.config.tiers

@@ -63,7 +63,12 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
         "slices_read": runtime.metrics.slices_read[tier],
     }
     if isinstance(store, NvmeStore):
-        stats["folder"] = str(store.folder)
+        stats |= {
+            "folder": str(store.folder),
+            "io": store.io.mode.value,
+            "io_reason": store.io.reason,
+            "host_bytes": store.host_bytes(),
+        }
     return {**stats, **_of_nvme(runtime, tier)}
 
 

@@ -35,6 +35,17 @@ class AttentionMode(enum.Enum):
     GATHERED = "gathered"
 
 
+class IoMode(enum.Enum):
+    """How the nvme tier's files are read and written: `mmap` through the page cache, `direct` past it (O_DIRECT).
+
+    `auto` is a wish, never what a store does: it chooses one of the others when it opens.
+    """
+
+    AUTO = "auto"
+    MMAP = "mmap"
+    DIRECT = "direct"
+
+
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """The bytes of one block: for each of `num_layers` layers, one slice (its K, then its V).

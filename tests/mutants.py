@@ -32,6 +32,7 @@ STORE_TESTS = (
     "tests/unit/test_slot_format.py", "tests/contract/test_stores.py", "tests/fault/test_nvme_store.py",
     "tests/fault/test_restart.py", "tests/fault/test_power_loss.py",
 )  # fmt: skip
+IO_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_io.py")
 TENSOR_TESTS = ("tests/property/test_attention.py", "tests/property/test_open_step.py")
 
 # Loaded by pytest in the copy: whatever the editable install points to, the mutated file must be what is tested. A
@@ -61,6 +62,8 @@ class Mutant:
     def tests(self) -> tuple[str, ...]:
         if self.file in (ATTENTION, OPEN_STEP):
             return TENSOR_TESTS
+        if self.file in (FILE_IO, DIRECT, PAGE_CACHE, STAGING):
+            return IO_TESTS
         return STORE_TESTS if self.file.startswith("kvtier/stores/") else CORE_TESTS
 
     @property
@@ -74,9 +77,12 @@ SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
-NVME, SEGMENT, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "segment", "folder", "gpu", "slab"))
+NVME, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "folder", "gpu", "slab"))
 SPACE, OPEN, INDEX, HEADERS, FORMAT = (
     f"kvtier/stores/{name}.py" for name in ("nvme_space", "nvme_open", "slot_index", "slot_headers", "slot_format")
+)
+FILE_IO, DIRECT, PAGE_CACHE, STAGING = (
+    f"kvtier/stores/{name}.py" for name in ("file_io", "direct_io", "page_cache", "staging")
 )
 
 MUTANTS = [
@@ -495,11 +501,39 @@ MUTANTS = [
     Mutant(
         "nvme segments not preallocated",
         FOLDER,
-        "SIGBUS, this is an ENOSPC.\n            os.posix_fallocate(fd, 0, num_bytes)",
-        "SIGBUS, this is an ENOSPC.\n            os.ftruncate(fd, num_bytes)",
+        "in the middle of a write.\n            os.posix_fallocate(fd, 0, num_bytes)",
+        "in the middle of a write.\n            os.ftruncate(fd, num_bytes)",
     ),
-    Mutant("nvme truncated file read through its mapping", SEGMENT, "if size_bytes < end_bytes:", "if end_bytes < 0:"),
-    Mutant("nvme short writes believed", SEGMENT, "        while left:\n", "        if left:\n"),
+    Mutant("nvme short reads believed", FILE_IO, "if done + got >= needed_bytes:", "if done + got >= 0:"),
+    Mutant("nvme short writes believed", FILE_IO, "while done < len(data):", "if done < len(data):"),
+    Mutant(
+        "nvme part of a page of a short read kept", FILE_IO, "(done + got) // step_bytes * step_bytes", "done + got"
+    ),
+    Mutant(
+        "direct pages written in part are not read first", DIRECT, "if (skipped + taken) % PAGE_BYTES:", "if False:"
+    ),
+    Mutant(
+        "direct reads the page before",
+        DIRECT,
+        "start = -offset_bytes % PAGE_BYTES",
+        "start = offset_bytes % PAGE_BYTES",
+    ),
+    Mutant("staging without a bound", STAGING, "BoundedSemaphore(self.num_buffers)", "BoundedSemaphore(1000)"),
+    Mutant(
+        "staging kept by whoever fails", STAGING, "                self._free.append(buffer)", "                pass"
+    ),
+    Mutant(
+        "page cache used before it is released",
+        PAGE_CACHE,
+        "+ growth_bytes <= self.budget_bytes:",
+        "+ growth_bytes >= 0:",
+    ),
+    Mutant(
+        "dirty pages dropped unwritten",
+        PAGE_CACHE,
+        "        if is_dirty:\n",
+        "        if False:\n",
+    ),
     Mutant("gpu values over keys", GPU, "offset_bytes + shape.key_bytes,", "offset_bytes,"),
     Mutant(
         "slab slice of another layer",

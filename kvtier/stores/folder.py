@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError, FolderInUseError, StoreError
+from kvtier.stores.buffered_io import BufferedIo
+from kvtier.stores.file_io import FileIo
 from kvtier.stores.segment import Segment
 
 _LOCK_NAME = "lock"
@@ -23,6 +25,8 @@ _NAMESPACE_NAME = re.compile(r"namespace-([0-9a-f]{64})")
 _RUN_NAME = re.compile(r"run-\d+-[0-9a-f]+")
 _TEMPORARY_NAME = re.compile(r"(run|new)-\d+-[0-9a-f]+")  # of another process, which shares the folder as its root
 _FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_PAGE_CACHE_BYTES = 4 << 20  # for whoever only looks into a folder
 
 _log = logging.getLogger("kvtier")
 
@@ -43,7 +47,11 @@ class SegmentFile:
 
 
 class OwnedFolder:
-    """A folder that this process alone writes to, for as long as it holds `flock` on the file `lock` in it."""
+    """A folder that this process alone writes to, for as long as it holds `flock` on the file `lock` in it.
+
+    Attributes:
+        io: how its segments are read and written; a store sets its own before it makes or adopts any.
+    """
 
     def __init__(self, path: Path, keep_files: bool = False) -> None:
         """Make or open `path` and take its lock; unless `keep_files`, remove what an earlier process left.
@@ -58,6 +66,7 @@ class OwnedFolder:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise _unusable(path, error) from error
+        self.io: FileIo = BufferedIo(_PAGE_CACHE_BYTES)
         self._lock_fd = _claimed_lock_fds.pop(self.path, -1)
         self._owner_pid = os.getpid()
         try:
@@ -124,7 +133,7 @@ class OwnedFolder:
                 os.ftruncate(fd, num_bytes)
             if status.st_blocks * 512 < num_bytes:  # by reading and writing on some file systems, so not for nothing
                 os.posix_fallocate(fd, 0, num_bytes)
-            return Segment(fd, self.path / name, num_bytes)
+            return Segment(fd, self.path / name, num_bytes, self.io)
         except BaseException:
             os.close(fd)
             raise
@@ -165,9 +174,9 @@ class OwnedFolder:
         """
         fd = os.open(name, _FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
         try:
-            # First of all: a write through a sparse mapping on a full disk is a SIGBUS, this is an ENOSPC.
+            # First of all: whoever finds room here does not run out of it in the middle of a write.
             os.posix_fallocate(fd, 0, num_bytes)
-            return Segment(fd, self.path / name, num_bytes)
+            return Segment(fd, self.path / name, num_bytes, self.io)
         except BaseException:
             os.close(fd)
             os.unlink(name, dir_fd=self._fd)

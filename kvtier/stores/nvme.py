@@ -14,6 +14,7 @@ import torch
 from kvtier.errors import BudgetError, ChecksumError, ClosedError, StoreError
 from kvtier.stores.base import Store
 from kvtier.stores.folder import OwnedFolder, sweep_stale, temporary_folder
+from kvtier.stores.io_choice import choose_io, make_io
 from kvtier.stores.namespaces import Namespaces
 from kvtier.stores.nvme_layout import min_budget_bytes, slot_bytes
 from kvtier.stores.nvme_open import held_back, open_space
@@ -22,7 +23,7 @@ from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
 from kvtier.stores.slot_format import Geometry, checksum
 from kvtier.stores.slot_headers import SlotHeaders
 from kvtier.stores.slot_index import FoundSlot, SlotIndex
-from kvtier.types import BlockShape, Slot, SlotLabel, Survives, Tier
+from kvtier.types import BlockShape, IoMode, Slot, SlotLabel, Survives, Tier
 
 __all__ = ["NvmeStore", "min_budget_bytes", "slot_bytes", "sweep_stale", "temporary_folder"]
 
@@ -41,8 +42,12 @@ class NvmeStore(Store):
     the folder is opened. Only blocks written with a label have a header, and only in a `persistent` folder.
 
     Cost: a write is one hash pass (7 GB/s), one `pwrite` of the block and up to two of a page; a read one copy out of
-    the page cache or the disk and one hash pass. Both release the GIL. Opening reads the header of each slot. Memory:
-    8 bytes a slice, about 400 bytes a labelled slot.
+    the page cache, or by O_DIRECT none where the buffer lies on pages, and one hash pass. Both release the GIL. Opening
+    reads the header of each slot. Memory: 8 bytes a slice, about 400 bytes a labelled slot, and at most
+    `page_cache_bytes` for the files.
+
+    Attributes:
+        io: what was chosen of `mmap` and `direct`, and why.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class NvmeStore(Store):
         reserve_free_frac: float = 0.05,
         survives: Survives = Survives.KILL,
         namespace_ttl_s: float = 14 * _DAY_S,
+        io: IoMode = IoMode.AUTO,
+        page_cache_bytes: int = 256 << 20,
     ) -> None:
         """Own the folder and find what is in it; allocate nothing yet.
 
@@ -67,9 +74,11 @@ class NvmeStore(Store):
             reserve_free_frac: fraction of the disk that always stays free.
             survives: whether writes are flushed to the medium, which costs what the disk needs for it.
             namespace_ttl_s: blocks of namespaces that were not opened for so long are overwritten first.
+            io: how files are read and written. `auto` measures for less than a second where the budget is worth it.
+            page_cache_bytes: the most host memory for the files: page cache, or staging where I/O is direct.
 
         Raises:
-            BudgetError: no room for one slot.
+            BudgetError: no room for one slot, or less page cache than the least.
             FolderInUseError, ConfigError: the folder cannot be had; nothing in it was touched.
             StoreError: the folder can be had, but the disk fails.
         """
@@ -92,10 +101,12 @@ class NvmeStore(Store):
         self._index = SlotIndex()
         self._closed = False
         try:
+            self.io = choose_io(io, self.folder, min(budget_bytes, limits.free_bytes(self.folder)), shape.slice_bytes)
+            self._folder.io = self._io = make_io(self.io.mode, page_cache_bytes)
             self._namespaces = Namespaces(self._folder, namespace_ttl_s)
             self._space = open_space(self._folder, self._geometry, limits, self._namespaces, self._index, sync=syncs)
         except BaseException as error:
-            self._folder.close(keep_files=True)
+            self._folder.close(keep_files=persistent)
             if isinstance(error, OSError) and not isinstance(error, StoreError):
                 raise io_error(error, "opening", self.folder) from error
             raise
@@ -164,6 +175,7 @@ class NvmeStore(Store):
         self._closed = True
         self._space.close()
         self._index = SlotIndex()
+        self._io.close()
         self._folder.close(keep_files=self.persistent)
 
     # --- what outlives the process
@@ -250,8 +262,12 @@ class NvmeStore(Store):
         """The most that `used_bytes` ever was."""
         return self._space.peak_bytes()
 
+    def host_bytes(self) -> int:
+        """Host memory held for the files now, at most `page_cache_bytes`: page cache, or staging."""
+        return self._io.host_bytes()
+
     def prefetch(self, slot: Slot, layer: int) -> None:
-        """Ask the kernel to bring one slice into the page cache; returns at once. As `read_slice` for errors."""
+        """Ask for one slice to be in the page cache soon, if there is one; returns at once. Errors as `read_slice`."""
         self.check_layer(layer)
         segment, start, _ = self._written(slot)
         segment.will_need(start + layer * self.shape.slice_bytes, self.shape.slice_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.stores.segment import PAGE_BYTES
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.slot_format import Geometry
 from kvtier.types import BlockShape
 

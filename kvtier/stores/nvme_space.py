@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ClosedError, IntegrityError, NoSpaceError, StoreError
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.namespaces import Age
 from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes, slots_of_segments
-from kvtier.stores.segment import NO_SPACE_ERRNOS, PAGE_BYTES, Segment, no_space
+from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
 from kvtier.stores.slot_format import Geometry
 from kvtier.system import disk_total_bytes, free_disk_bytes
 from kvtier.types import Slot
@@ -44,6 +45,10 @@ class SpaceLimits:
     budget_bytes: int
     segment_bytes_max: int
     reserve_free_frac: float
+
+    def free_bytes(self, folder: Path) -> int:
+        """What the disk has room for while the reserve stays free."""
+        return max(0, free_disk_bytes(folder) - int(self.reserve_free_frac * disk_total_bytes(folder)))
 
     def new_segments(self, geometry: Geometry, taken_bytes: int = 0) -> list[int]:
         """The slots of each segment that the budget has room for beside `taken_bytes` of others."""
@@ -223,8 +228,7 @@ class SegmentSpace:
         return FOLDER_BYTES + ours_bytes + sum(other.num_bytes for other in self.others)
 
     def _headroom_bytes(self) -> int:
-        reserve_bytes = int(self._limits.reserve_free_frac * disk_total_bytes(self._folder.path))
-        return max(0, free_disk_bytes(self._folder.path) - reserve_bytes)
+        return self._limits.free_bytes(self._folder.path)
 
     # --- bytes
 

@@ -6,6 +6,7 @@ import torch
 
 from kvtier.errors import ClosedError, IntegrityError
 from kvtier.stores.base import Store
+from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockShape, Slot, SlotLabel, Tier
 
 # SDPA gives other bits for K and V that start at other alignments (DESIGN.md section 8).
@@ -15,7 +16,8 @@ ALIGN_BYTES = 64
 class SlabStore(Store):
     """A slab `[num_slots, slot_bytes]` of uint8 on `device`; each slot starts at a 64-byte-aligned address.
 
-    The slab is not touched before it is written: on the host, its pages become resident one by one. No checksums, and a
+    The slab is not touched before it is written: on the host it begins on a page, for O_DIRECT, and its pages become
+    resident one by one. No checksums, and a
     slot that was never written reads as garbage: the residency table names only committed slots.
 
     Buffers passed to `write`, `read` and `read_slice` may lie on the host or on the device. On CUDA the copies are
@@ -23,14 +25,17 @@ class SlabStore(Store):
     """
 
     def __init__(self, tier: Tier, shape: BlockShape, num_slots: int, device: torch.device) -> None:
-        """Allocate it. Raises ValueError for no slots, torch's own error for no memory."""
+        """Allocate it. Raises ValueError for no slots; MemoryError, or torch's own error on a device, for no memory."""
         if num_slots < 1:
             raise ValueError(f"{tier.label} store: num_slots must be at least 1, got {num_slots}")
         self.tier = tier
         self.shape = shape
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes(shape)
-        self._slab: torch.Tensor | None = torch.empty((num_slots, self.slot_bytes), dtype=torch.uint8, device=device)
+        num_bytes = num_slots * self.slot_bytes
+        on_host = device.type == "cpu"
+        memory = page_aligned(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._slab: torch.Tensor | None = memory.view(num_slots, self.slot_bytes)
 
     def block(self, slot: Slot) -> torch.Tensor:
         """The slot's bytes, `[block_bytes]` uint8: a view, no copy. Raises IndexError or ClosedError."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.stores.segment import PAGE_BYTES
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.types import BlockShape, SlotLabel
 
 Bytes = npt.NDArray[np.uint8]

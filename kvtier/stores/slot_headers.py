@@ -8,8 +8,9 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.namespaces import Namespaces
-from kvtier.stores.segment import PAGE_BYTES, Segment
+from kvtier.stores.segment import Segment
 from kvtier.stores.slot_format import Geometry, Verdict
 from kvtier.stores.slot_index import SlotIndex
 from kvtier.types import SlotLabel

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder, SegmentFile
-from kvtier.stores.segment import PAGE_BYTES
 from kvtier.stores.slot_format import HEADER, Geometry, Headers, SegmentKind, read_superblock
 
 _NUM_THREADS = 8  # headers lie a slot apart: a cold disk is asked for many at a time

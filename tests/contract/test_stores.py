@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +17,14 @@ import torch
 from kvtier.errors import ChecksumError, IntegrityError, NoSpaceError, ShortReadError, StoreError
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.null import NullStore
 from kvtier.stores.nvme import NvmeStore, min_budget_bytes
+from kvtier.stores.staging import page_aligned
 from kvtier.testing import FakeEngine, Fault, FaultyStore, StoreContract
 from kvtier.testing.stores import SHAPES, random_block, read
-from kvtier.types import BlockId, BlockShape, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
+from kvtier.types import BlockId, BlockShape, IoMode, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
 
 DTYPES = {2: torch.float16, 4: torch.float32}
 
@@ -37,18 +41,61 @@ class TestCpuStore(StoreContract):
 
 class TestNvmeStore(StoreContract):
     refuses_never_written = True
+    io = IoMode.MMAP
+    page_cache_bytes = 256 << 20
+    persistent = False
+    segment_bytes_max = 1 << 30
 
     def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
-        budget_bytes = min_budget_bytes(shape) * (num_slots + 1)
-        return NvmeStore(shape, budget_bytes, tmp_path / "kv", persistent=False, reserve_free_frac=0.0)
+        return NvmeStore(
+            shape,
+            min_budget_bytes(shape) * (num_slots + 1),
+            tmp_path / "kv",
+            self.persistent,
+            segment_bytes_max=self.segment_bytes_max,
+            reserve_free_frac=0.0,
+            io=self.io,
+            page_cache_bytes=self.page_cache_bytes,
+        )
+
+    def test_does_what_it_was_told(self, store: Store) -> None:
+        assert isinstance(store, NvmeStore)
+        store.write(Slot(0), random_block(store, 0))
+        assert store.io.mode is self.io
+        flags = fcntl.fcntl(store._space.segments[0]._file.fd, fcntl.F_GETFL)
+        assert bool(flags & os.O_DIRECT) == (self.io is IoMode.DIRECT)
+
+    def test_buffers_on_and_off_pages(self, store: Store, shape: BlockShape) -> None:
+        room = page_aligned(shape.block_bytes + 2 * PAGE_BYTES)
+        for start in (0, 1, 64, 512, PAGE_BYTES - 1, PAGE_BYTES):  # of which the first and the last need no staging
+            data = room[start : start + shape.block_bytes]
+            block = random_block(store, start)
+            data.copy_(block)
+            store.write(Slot(1), data)
+            room.fill_(0xA5)
+            store.read(Slot(1), data)
+            assert torch.equal(data, block)
+            assert (room[:start] == 0xA5).all() and (room[start + shape.block_bytes :] == 0xA5).all()
+            for layer in range(shape.num_layers):
+                part = room[start : start + shape.slice_bytes]
+                store.read_slice(Slot(1), layer, part)
+                assert torch.equal(part, block[layer * shape.slice_bytes : (layer + 1) * shape.slice_bytes])
 
 
-class TestPersistentNvmeStoreOfSmallSegments(StoreContract):
-    refuses_never_written = True
+class TestPersistentNvmeStoreOfSmallSegments(TestNvmeStore):
+    page_cache_bytes = 4 << 20
+    persistent = True
+    segment_bytes_max = 1
 
-    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
-        budget_bytes = min_budget_bytes(shape) * (num_slots + 1)
-        return NvmeStore(shape, budget_bytes, tmp_path / "kv", True, segment_bytes_max=1, reserve_free_frac=0.0)
+
+class TestDirectNvmeStore(TestNvmeStore):
+    io = IoMode.DIRECT
+
+
+class TestDirectNvmeStoreOfSmallSegmentsAndOneBuffer(TestNvmeStore):
+    io = IoMode.DIRECT
+    page_cache_bytes = 1 << 20
+    segment_bytes_max = 1
 
 
 class TestNullStore(StoreContract):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from kvtier.errors import StoreError
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.segment import PAGE_BYTES
 from kvtier.types import BlockShape, Slot, SlotLabel
 
 SHAPE = BlockShape(num_layers=3, kv_heads=2, block_tokens=16, key_dim=16, value_dim=16, element_bytes=2)

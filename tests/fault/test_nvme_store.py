@@ -25,8 +25,8 @@ from kvtier.errors import (
     ShortReadError,
     StoreError,
 )
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.nvme import NvmeStore, min_budget_bytes, sweep_stale, temporary_folder
-from kvtier.stores.segment import PAGE_BYTES
 from kvtier.system import allocated_bytes
 from kvtier.testing.stores import SHAPES, random_block, read, read_slice
 from kvtier.types import BlockShape, Slot

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.segment import PAGE_BYTES, Segment
+from kvtier.stores.segment import Segment
 from kvtier.types import Slot, Survives
 from tests.fault.folders import block, open_store, served, write
 

@@ -19,8 +19,9 @@ import xxhash
 
 from kvtier.errors import ChecksumError, ConfigError, StoreError
 from kvtier.slots import SlotPool
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.segment import PAGE_BYTES, Segment
+from kvtier.stores.segment import Segment
 from kvtier.stores.slot_format import HEADER, SUPERBLOCK, Geometry
 from kvtier.system import allocated_bytes
 from kvtier.types import BlockShape, Slot, SlotLabel, Survives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -147,6 +148,27 @@ def test_a_read_that_hangs_is_an_error_and_is_waited_for_before_its_buffer_is_us
     for group in ring.groups(0):
         assert not group.keys.isnan().any()
     ring.drain()
+    ring.close()
+
+
+@pytest.mark.parametrize("num_sources", [8, 20, 40])  # part of a cell, one cell, two cells a layer
+def test_thirty_two_slices_are_read_at_a_time(num_sources: int) -> None:
+    together, begun = threading.Barrier(32), itertools.count()
+
+    def meeting(tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
+        if next(begun) < 32:
+            together.wait(timeout=20)  # passes only once 32 reads are under way
+        out.view(torch.float32).fill_(slot)
+
+    ring = SliceRing(
+        SHAPE, 80, torch.float32, torch.device("cpu"), read_slice=meeting, prefetch=NextLayers(depth=4),
+        metrics=Metrics(), num_threads=32, io_timeout_s=60.0,
+    )  # fmt: skip
+    ring.begin(_sources(num_sources))
+    for layer in range(SHAPE.num_layers):
+        for group in ring.groups(layer):
+            for row, source in enumerate(group.sources):
+                assert bool((group.keys[row] == float(source.slot)).all())
     ring.close()
 
 

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.stores.segment import PAGE_BYTES
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.slot_format import (
     CODEC_NONE,
     HEADER,

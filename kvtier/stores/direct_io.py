@@ -1,0 +1,97 @@
+"""O_DIRECT: between the disk and page-aligned memory, past the page cache."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import numpy as np
+
+from kvtier.stores.file_io import PAGE_BYTES, Bytes, FileIo, OpenFile, read_all, write_all
+from kvtier.stores.staging import BUFFER_BYTES, StagingPool
+from kvtier.types import IoMode
+
+
+class DirectIo(FileIo):
+    """Straight between the file and the caller's memory where both lie alike on pages; the rest through staging.
+
+    A file's offset and the memory's address must leave the same remainder by 4 KiB for that; whole pages then move
+    without a copy. Pages that a write covers in part are read, changed and written back. No page cache, no read-ahead.
+    """
+
+    mode = IoMode.DIRECT
+
+    def __init__(self, host_budget_bytes: int) -> None:
+        """`host_budget_bytes`: the most that staging may take. Raises BudgetError."""
+        self.staging = StagingPool(host_budget_bytes)
+
+    def prepare(self, fd: int) -> None:
+        super().prepare(fd)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+    def read(self, file: OpenFile, offset_bytes: int, out: Bytes) -> None:
+        start, end = _straight(offset_bytes, out)
+        if start:
+            self._read_staged(file, offset_bytes, out[:start])
+        if start < end:
+            read_all(file, offset_bytes + start, out.data[start:end], end - start, PAGE_BYTES)
+        if end < out.nbytes:
+            self._read_staged(file, offset_bytes + end, out[end:])
+
+    def write(self, file: OpenFile, offset_bytes: int, data: Bytes) -> None:
+        start, end = _straight(offset_bytes, data)
+        if start:
+            self._write_staged(file, offset_bytes, data[:start])
+        if start < end:
+            write_all(file, offset_bytes + start, data.data[start:end], PAGE_BYTES)
+        if end < data.nbytes:
+            self._write_staged(file, offset_bytes + end, data[end:])
+
+    def will_need(self, file: OpenFile, offset_bytes: int, num_bytes: int) -> None:
+        """Nothing: there is no cache to bring them into."""
+
+    def host_bytes(self) -> int:
+        return self.staging.used_bytes()
+
+    def close(self) -> None:
+        pass  # the buffers go with the pool; a late reader may still need one
+
+    def _read_staged(self, file: OpenFile, offset_bytes: int, out: Bytes) -> None:
+        while out.nbytes:
+            skipped = offset_bytes % PAGE_BYTES
+            taken = min(out.nbytes, BUFFER_BYTES - skipped)
+            with self.staging.buffer() as buffer:
+                pages = buffer[: _whole_pages(skipped + taken)]
+                read_all(file, offset_bytes - skipped, pages.data, skipped + taken, PAGE_BYTES)
+                np.copyto(out[:taken], buffer[skipped : skipped + taken])
+            out = out[taken:]
+            offset_bytes += taken
+
+    def _write_staged(self, file: OpenFile, offset_bytes: int, data: Bytes) -> None:
+        while data.nbytes:
+            skipped = offset_bytes % PAGE_BYTES
+            taken = min(data.nbytes, BUFFER_BYTES - skipped)
+            start, length = offset_bytes - skipped, _whole_pages(skipped + taken)
+            with self.staging.buffer() as buffer:
+                in_part = {0} if skipped else set()
+                if (skipped + taken) % PAGE_BYTES:
+                    in_part.add(length - PAGE_BYTES)
+                for at in in_part:
+                    read_all(file, start + at, buffer[at : at + PAGE_BYTES].data, PAGE_BYTES, PAGE_BYTES)
+                np.copyto(buffer[skipped : skipped + taken], data[:taken])
+                write_all(file, start, buffer[:length].data, PAGE_BYTES)
+            data = data[taken:]
+            offset_bytes += taken
+
+
+def _straight(offset_bytes: int, memory: Bytes) -> tuple[int, int]:
+    """The part of `memory`, from and to, whose pages are pages of the file too; (0, 0) where none is."""
+    address: int = memory.__array_interface__["data"][0]
+    start = -offset_bytes % PAGE_BYTES
+    if (address + start) % PAGE_BYTES or start + PAGE_BYTES > memory.nbytes:
+        return 0, 0
+    return start, memory.nbytes - (memory.nbytes - start) % PAGE_BYTES
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,80 @@
+"""Host memory that starts on a page boundary: what O_DIRECT reads into and writes from."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from kvtier.errors import BudgetError
+from kvtier.stores.file_io import Bytes
+
+BUFFER_BYTES = 1 << 20  # a longer read goes through in pieces: from here on disks gain little by longer requests
+_BUFFERS_MAX = 64  # 32 slices in flight and as many writers; memory is taken when a buffer is first used
+
+
+class StagingPool:
+    """At most `budget_bytes` of page-aligned buffers of `BUFFER_BYTES`, made when needed and kept for the next."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Raises BudgetError: no room for one buffer."""
+        self.num_buffers = min(budget_bytes // BUFFER_BYTES, _BUFFERS_MAX)
+        if self.num_buffers < 1:
+            raise BudgetError(
+                f"tiers.nvme.page_cache is {budget_bytes} bytes, its minimum for direct I/O is {BUFFER_BYTES}: raise it"
+            )
+        self._room = threading.BoundedSemaphore(self.num_buffers)
+        self._free: deque[Bytes] = deque()
+        self._num_made = 0
+        self._making = threading.Lock()
+
+    @contextmanager
+    def buffer(self) -> Iterator[Bytes]:
+        """A buffer of one's own, `[BUFFER_BYTES]` uint8, full of old bytes. Waits until one is free.
+
+        Whoever holds one asks for no second, so that waiting always ends. Raises OSError: no memory.
+        """
+        with self._room:
+            try:
+                buffer = self._free.pop()
+            except IndexError:  # every buffer made so far is in use, and there is room for another
+                buffer = _pages(BUFFER_BYTES)
+                with self._making:
+                    self._num_made += 1
+            try:
+                yield buffer
+            finally:
+                self._free.append(buffer)
+
+    def used_bytes(self) -> int:
+        """Bytes of the buffers made so far."""
+        return self._num_made * BUFFER_BYTES
+
+    def num_free(self) -> int:
+        """Buffers made and not in use now."""
+        return len(self._free)
+
+
+def page_aligned(num_bytes: int) -> torch.Tensor:
+    """`[num_bytes]` uint8 of host memory on a page boundary, resident page by page as it is touched.
+
+    torch's own allocations start 64 bytes into a page, so that O_DIRECT could not reach them without a copy.
+
+    Raises:
+        MemoryError: none to be had.
+    """
+    try:
+        return torch.from_numpy(_pages(num_bytes))
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes} bytes: {error}") from error
+
+
+def _pages(num_bytes: int) -> Bytes:
+    # private: shared anonymous memory would be a tmpfs file, for which there are no huge pages
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype=np.uint8)
