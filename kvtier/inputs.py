@@ -11,26 +11,11 @@ import torch
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Made
 from kvtier.errors import UnsupportedError
-from kvtier.hf import CACHE_NAMES, check_mask_kind
+from kvtier.hf import PLAIN_ARGUMENTS, check_mask_kind
 from kvtier.step import NewColumns, Run
 
-# Arguments that are kept with the tokens, and those that change what a model returns but not its K and V. Others may.
-_KNOWN = frozenset(
-    {
-        *CACHE_NAMES,
-        "attention_mask",
-        "input_ids",
-        "inputs_embeds",
-        "labels",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
-)
+# Not what older models may take positions from.
+_KNOWN = PLAIN_ARGUMENTS - {"cache_position"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,7 @@ class Losses:
                 for index in range(first, last + 1):
                     for span in whole.spans(index * num_tokens, self._end(whole, index)):
                         compute(span)
+                    past.origin = None  # it seals blocks that it did not compute: no label may come of that
                     self._put(whole.blocks[index], past.tables[0], index, wanted)
         finally:
             manager.drop(past)

@@ -91,13 +91,14 @@ class Mover:
     def hand_over(self, source: BlockId, block: BlockId) -> None:
         """The gpu copy of `source` becomes the only copy of `block`, which has the same tokens; `source` has none left.
 
-        Neither may be pinned or moving.
+        Neither may be pinned or moving. The block is no longer labelled: what it was proven of is another computation.
         """
         for tier in list(self.residency[block].copies):
             self.drop_copy(block, tier)
         slot = self.residency.drop_copy(source, Tier.GPU)
         self.policies[Tier.GPU].removed(source)
         self.add_copy(block, Tier.GPU, slot)
+        self.residency[block].sealed = None
         self.unreadable.discard(block)
 
     def release(self, block: BlockId) -> None:

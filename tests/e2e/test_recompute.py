@@ -82,7 +82,7 @@ RATES = {
     ("gpt2", "gathered"): 0.003,
     ("gemma3", "blockwise"): 0.001,
     ("gemma3", "gathered"): 0.002,
-    ("granitemoehybrid", "blockwise"): 0.0007,
+    ("granitemoehybrid", "blockwise"): 0.0012,
     ("granitemoehybrid", "gathered"): 0.002,
 }
 
