@@ -20,6 +20,28 @@ class TokenSource(enum.Enum):
     """Fed by `inputs_embeds` at least once: ids unknown, so the sequence cannot be compared or recomputed."""
 
 
+class Made(enum.IntEnum):
+    """What the model was given to make a token's K and V, beside the tokens before it and where padding stands."""
+
+    COUNTED = 0
+    """Its id; the model counted its position itself."""
+    PLACED = 1
+    """Its id and its position."""
+    OTHERWISE = 2
+    """Other inputs too (token types, …), which nobody keeps: it cannot be computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring columns of a row as one call of the model takes them; padding has the id and the position 0."""
+
+    ids: list[int]
+    positions: list[int] | None
+    """None: the model counts."""
+    mask: list[bool]
+    """Of the whole row up to here: whether a column is a token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Padding:
     """`count` columns of padding that stand just before token number `at`. They have no K and V here."""
@@ -32,7 +54,7 @@ class BlockTable:
     """One sequence's ordered block ids and committed tokens.
 
     A *column* is a place in the padded batch that the caller sees: a token or padding. Blocks hold tokens only. All
-    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 8 bytes a token.
+    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 9 bytes a token.
     """
 
     def __init__(self, sequence: SequenceId, block_tokens: int) -> None:
@@ -44,6 +66,7 @@ class BlockTable:
         """In order; no two at the same token."""
         self._ids = array("i")  # of the first tokens: up to the first that was fed as an embedding
         self._positions = array("i")
+        self._made = bytearray()
 
     @property
     def length(self) -> int:
@@ -107,6 +130,40 @@ class BlockTable:
         if last > first:
             yield column, first, last - first
 
+    def column(self, num_tokens: int) -> int:
+        """How many columns end with the first `num_tokens` tokens: padding behind the last of them is not counted."""
+        return num_tokens + sum(p.count for p in self.padding if p.at < num_tokens)
+
+    def obstacle(self, first: int, last: int) -> str | None:
+        """Why tokens `first … last - 1` cannot be computed again; None when they can."""
+        if last > len(self._ids):
+            return "some of its tokens were fed as inputs_embeds, and their ids are not known"
+        if Made.OTHERWISE in self._made[first:last]:
+            return "some of its tokens were computed with inputs beside ids, positions and a mask (token types, …)"
+        return None
+
+    def spans(self, first: int, last: int) -> Iterator[Span]:
+        """Tokens `first … last - 1` and the padding in front of each, cut where what they were made from changes.
+
+        `obstacle` must have none. O(columns before `last`) for each.
+        """
+        while first < last:
+            made, end = self._made[first], first + 1
+            while end < last and self._made[end] == made:
+                end += 1
+            begin, columns = self.column(first), self.column(end)
+            mask = [False] * columns
+            ids, positions = [0] * (columns - begin), [0] * (columns - begin)
+            for column, token, count in self.pieces(0, end):
+                mask[column : column + count] = [True] * count
+                if token + count > first:
+                    skipped = max(0, first - token)
+                    new = slice(column + skipped - begin, column + count - begin)
+                    ids[new] = self._ids[token + skipped : token + count]
+                    positions[new] = self._positions[token + skipped : token + count]
+            yield Span(ids, positions if made == Made.PLACED else None, mask)
+            first = end
+
     def append(
         self,
         num_tokens: int,
@@ -115,6 +172,7 @@ class BlockTable:
         *,
         positions: Sequence[int] | None = None,
         padding: Sequence[Padding] = (),
+        made: Made = Made.COUNTED,
     ) -> None:
         """Commit `num_tokens` tokens, the later ones of them in `new_blocks`.
 
@@ -122,12 +180,14 @@ class BlockTable:
             token_ids: None when the tokens were fed as embeddings.
             positions: where the model placed them; None: counted on from the tokens held.
             padding: padding columns among them, `at` counted from the first new token; `at == num_tokens` is behind.
+            made: what they were made from.
 
         Raises:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
         del self._ids[self.num_tokens :]  # an append that was interrupted here must not name tokens that are not held
         del self._positions[self.num_tokens :]
+        del self._made[self.num_tokens :]
         total = self.num_tokens + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
             raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")
@@ -138,6 +198,7 @@ class BlockTable:
         if token_ids is not None and self.source is TokenSource.IDS:
             self._ids.extend(token_ids)
         self._positions.extend(range(self.num_tokens, total) if positions is None else positions)
+        self._made.extend([made] * num_tokens)
         self.blocks.extend(new_blocks)
         for run in padding:
             self._pad(self.num_tokens + run.at, run.count)
@@ -191,6 +252,7 @@ class BlockTable:
         del self.blocks[keep:]
         del self._ids[num_tokens:]
         del self._positions[num_tokens:]
+        del self._made[num_tokens:]
         self.padding = kept
         self.num_tokens = num_tokens
         return dropped
@@ -203,6 +265,7 @@ class BlockTable:
         twin.padding = list(self.padding)
         twin._ids = array("i", self._ids)
         twin._positions = array("i", self._positions)
+        twin._made = bytearray(self._made)
         return twin
 
     def check_integrity(self) -> None:
@@ -215,6 +278,10 @@ class BlockTable:
             raise IntegrityError(
                 f"sequence {self.sequence}: {len(self._ids)} ids and {len(self._positions)} positions for "
                 f"{self.num_tokens} tokens"
+            )
+        if len(self._made) != self.num_tokens:
+            raise IntegrityError(
+                f"sequence {self.sequence}: {len(self._made)} of {self.num_tokens} tokens say what from"
             )
         places = [padding.at for padding in self.padding]
         if places != sorted(set(places)) or any(p.count < 1 or p.at > self.num_tokens for p in self.padding):

@@ -259,6 +259,11 @@ class KVTierConfig(_Strict):
     policy says, and only between steps."""
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), title="a mapping such as {policy: next_layers}")
     """What is read early from slower tiers while a layer computes."""
+    on_block_loss: Literal["recompute", "raise"] = Field(default="recompute", title="recompute or raise")
+    """What happens when a block cannot be read from its tier: a wrong checksum, an I/O error, a short read. `recompute`
+    computes it again from its tokens and repeats the step, with one warning and a count in `recomputed_blocks` of
+    `stats()`; `raise` raises `BlockLostError`, for whoever would rather look at the disk first. No token is made from
+    such a block either way."""
     io_threads: int = Field(default=4, ge=1, le=64, title="a number of threads from 1 to 64")
     """Threads that move whole blocks, and as many more that stream slices to attention (with direct I/O up to 32, as
     far as the ring has room). Raise it for disks that are fast only with many requests at a time."""

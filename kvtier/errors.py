@@ -11,7 +11,7 @@
     |-- SessionExistsError     a session of that name is there already              (also a ValueError)
     |-- FolderInUseError       the nvme folder belongs to another live process
     |-- CapacityError          no tier has room; the state is as before the step
-    |-- BlockLostError         a block has no readable copy; nothing was served from it
+    |-- BlockLostError         a block cannot be read, nor recomputed; nothing was served from it
     |-- StoreError             one read or write of one slot failed                 (also an OSError)
     |   |-- ChecksumError      bytes read back differ from bytes written
     |   |-- ShortReadError     fewer bytes came back than were asked for
@@ -71,6 +71,11 @@ class CapacityError(KVTierError):
 
 class BlockLostError(KVTierError):
     """A block has no readable copy. The step was aborted; no token was made from it."""
+
+    def __init__(self, message: str, blocks: tuple[int, ...] = ()) -> None:
+        """`blocks`: the ids of those that could not be read."""
+        super().__init__(message)
+        self.blocks = blocks
 
 
 class StoreError(KVTierError, OSError):

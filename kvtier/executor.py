@@ -20,7 +20,7 @@ from kvtier.ring import SliceRing
 from kvtier.step import NewColumns, Step
 from kvtier.step_memory import StepMemory
 from kvtier.stores.gpu import GpuStore
-from kvtier.types import AttentionMode, LayerGroup
+from kvtier.types import AttentionMode, BlockId, LayerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,15 @@ class StepExecutor:
         except BaseException:
             self.abort(step)
             raise
+
+    def unreadable(self, batch: Batch) -> list[BlockId]:
+        """Read the batch's full blocks outside of the gpu tier; those that cannot be read. Costs a step's reads.
+
+        Raises:
+            TransferTimeoutError: the device hangs. BlockLostError: a block has no copy.
+        """
+        streamed = self.manager.plan(batch).streamed
+        return [] if self.ring is None or not streamed else self.ring.unreadable(streamed)
 
     def _check_gather(self, num_rows: int, num_columns: int) -> None:
         shape = self.group.shape

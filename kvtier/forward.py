@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvtier.batch import Batch
-from kvtier.errors import BudgetError, UnsupportedError
+from kvtier.errors import BlockLostError, BudgetError, CapacityError, UnsupportedError
 from kvtier.hf import (
     CACHE_NAMES,
     TieredCache,
@@ -20,8 +21,10 @@ from kvtier.hf import (
     given_cache,
 )
 from kvtier.inputs import CallInputs, columns_masked_since
+from kvtier.mend import Mender
 from kvtier.open_step import OpenStep
 from kvtier.runtime import Runtime
+from kvtier.step import NewColumns
 from kvtier.types import AttentionMode
 
 # Arguments with one entry a new token, split along dimension 1 with the tokens.
@@ -34,7 +37,7 @@ def wrap_forward(original: Callable[..., Any], runtime: Runtime) -> Callable[...
     signature = inspect.signature(original)
     keyword = cache_keyword(original)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-    keeps_logits = "logits_to_keep" in signature.parameters
+    model = _Model(original, runtime, keyword, "logits_to_keep" in signature.parameters)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(signature.bind(*args, **kwargs).arguments) if args else dict(kwargs)
@@ -44,11 +47,10 @@ def wrap_forward(original: Callable[..., Any], runtime: Runtime) -> Callable[...
         if cache is None:
             return _plainly(original, args, kwargs)
         arguments = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
-        arguments[keyword] = cache
         if cache.state.runtime is not runtime:
             cache.state.check_open()
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
-        return _SplitForward(original, runtime, cache, arguments, keeps_logits).run()
+        return _SplitForward(model, cache, arguments, recomputes=runtime.config.on_block_loss == "recompute").run()
 
     return WrappedMethod(original, forward)
 
@@ -64,23 +66,35 @@ def _plainly(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         current_step.reset(before)
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is called, and how it takes its cache."""
+
+    original: Callable[..., Any]
+    runtime: Runtime
+    keyword: str
+    keeps_logits: bool
+
+    def recompute(self, cache: TieredCache, arguments: dict[str, Any]) -> None:
+        """A call for the sake of its K and V. What it loses itself is not mended from inside of it."""
+        if self.keeps_logits:
+            arguments = arguments | {"logits_to_keep": 1}
+        _SplitForward(self, cache, arguments, recomputes=False).run()
+
+
 class _SplitForward:
     """One call of the wrapped forward."""
 
-    def __init__(
-        self,
-        original: Callable[..., Any],
-        runtime: Runtime,
-        cache: TieredCache,
-        arguments: dict[str, Any],
-        keeps_logits: bool,
-    ) -> None:
-        self._original, self._runtime, self._state, self._arguments = original, runtime, cache.state, arguments
+    def __init__(self, model: _Model, cache: TieredCache, arguments: dict[str, Any], *, recomputes: bool) -> None:
+        """`recomputes`: whether lost blocks are."""
+        self._original, self._runtime, self._state = model.original, model.runtime, cache.state
+        self._arguments = arguments | {model.keyword: cache}
         self._batch = cache.state.batch
+        self._mender = Mender(model.runtime, cache.state, model.recompute) if recomputes else None
         self._returns_dict = arguments.get("return_dict") is not False
         keep = arguments.get("logits_to_keep", 0)
         self._keep = keep if isinstance(keep, int) else None
-        self._keeps_logits = keeps_logits
+        self._keeps_logits = model.keeps_logits
 
     def _read(self) -> tuple[CallInputs, list[int]]:
         """The new columns, and how many columns of each row the mask hides since. Raises UnsupportedError by name."""
@@ -138,7 +152,7 @@ class _SplitForward:
                         manager.mask_end(self._batch, row, count)
                 while done < self._num_new:
                     size = self._chunk_size(self._num_new - done)
-                    out = self._step(held, done, size)
+                    out = self._step(held, done, size, None if done else untiered)
                     if size < self._num_new:
                         self._collect(pieces, out, self._tokens_kept(done + size) - self._tokens_kept(done))
                     done += size
@@ -194,10 +208,26 @@ class _SplitForward:
             return end
         return max(0, end - (self._num_new - self._keep))
 
-    def _step(self, held: int, start: int, size: int) -> Any:
+    def _step(self, held: int, start: int, size: int, untiered: dict[int, dict[str, Any]] | None) -> Any:
+        """One step, repeated if it lost blocks. `untiered` is a snapshot of now, if there is one already."""
         arguments = self._piece(held, start, size) if size < self._num_new else self._arguments
+        new = self._inputs.columns(start, size, held)
+        if self._mender is None:
+            return self._one_step(arguments, new)
+        before = self._state.untiered.snapshot() if untiered is None else untiered
+
+        def step() -> Any:
+            try:
+                return self._one_step(arguments, new)
+            except (BlockLostError, CapacityError):
+                self._state.untiered.restore(before)
+                raise
+
+        return self._mender.repeat(step, new)
+
+    def _one_step(self, arguments: dict[str, Any], new: list[NewColumns]) -> Any:
         executor = self._runtime.executor
-        opened: OpenStep = executor.open(self._batch, self._inputs.columns(start, size, held))
+        opened: OpenStep = executor.open(self._batch, new)
         before = current_step.set(opened)
         try:
             out = self._original(**arguments)

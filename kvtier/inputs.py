@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from kvtier.batch import Batch
-from kvtier.block_table import BlockTable
+from kvtier.block_table import BlockTable, Made
 from kvtier.errors import UnsupportedError
-from kvtier.hf import check_mask_kind
+from kvtier.hf import PLAIN_ARGUMENTS, check_mask_kind
 from kvtier.step import NewColumns, Run
+
+# Not what older models may take positions from.
+_KNOWN = PLAIN_ARGUMENTS - {"cache_position"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class CallInputs:
     """`[rows, columns]`, or None where the model counts columns itself."""
     new_mask: torch.Tensor | None
     """`[rows, columns]` booleans; None: no padding among the new columns."""
+    made: Made
 
     @staticmethod
     def read(arguments: Mapping[str, Any], held: int) -> CallInputs:
@@ -55,8 +59,11 @@ class CallInputs:
             if positions.is_floating_point() or bool(((positions >= 1 << 31) | (positions < 0)).any()):
                 raise UnsupportedError(f"position_ids of {positions.dtype}: give whole numbers from 0 to 2**31 - 1")
             positions = positions.expand(rows, -1)
+        made = Made.COUNTED if positions is None else Made.PLACED
+        if any(value is not None and value is not False and name not in _KNOWN for name, value in arguments.items()):
+            made = Made.OTHERWISE
         return CallInputs(
-            rows, num_new, arguments.get("input_ids"), positions, _new_mask(arguments, rows, held, num_new)
+            rows, num_new, arguments.get("input_ids"), positions, _new_mask(arguments, rows, held, num_new), made
         )
 
     def columns(self, start: int, size: int, held: int) -> list[NewColumns]:
@@ -70,11 +77,12 @@ class CallInputs:
             row_ids = None if ids is None else ids[row]
             row_positions = list(range(held + start, held + start + size)) if positions is None else positions[row]
             if mask is None or all(mask[row]):
-                new.append(NewColumns(size, (Run(0, size),), row_ids, row_positions))
+                new.append(NewColumns(size, (Run(0, size),), row_ids, row_positions, self.made))
                 continue
             kept = [column for column, is_token in enumerate(mask[row]) if is_token]
             picked_ids = None if row_ids is None else [row_ids[column] for column in kept]
-            new.append(NewColumns(size, _runs(kept), picked_ids, [row_positions[column] for column in kept]))
+            picked_positions = [row_positions[column] for column in kept]
+            new.append(NewColumns(size, _runs(kept), picked_ids, picked_positions, self.made))
         return new
 
 

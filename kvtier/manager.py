@@ -206,7 +206,14 @@ class TierManager(Sequences):
             record.generation += 1
             for tier in [tier for tier in record.copies if tier is not Tier.GPU]:
                 placement.drop_copy(tail, tier)
-        table.append(new.num_tokens, new.token_ids, row.new_blocks, positions=new.positions, padding=new.padding())
+        table.append(
+            new.num_tokens,
+            new.token_ids,
+            row.new_blocks,
+            positions=new.positions,
+            padding=new.padding(),
+            made=new.made,
+        )
 
     def abort_step(self, step: Step) -> None:
         """Forget the step: its slots are free, the batch is as before."""

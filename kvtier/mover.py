@@ -88,6 +88,19 @@ class Mover:
         self.policies[tier].removed(block)
         self._note_only_copies()
 
+    def hand_over(self, source: BlockId, block: BlockId) -> None:
+        """The gpu copy of `source` becomes the only copy of `block`, which has the same tokens; `source` has none left.
+
+        Neither may be pinned or moving. The block is no longer labelled: what it was proven of is another computation.
+        """
+        for tier in list(self.residency[block].copies):
+            self.drop_copy(block, tier)
+        slot = self.residency.drop_copy(source, Tier.GPU)
+        self.policies[Tier.GPU].removed(source)
+        self.add_copy(block, Tier.GPU, slot)
+        self.residency[block].sealed = None
+        self.unreadable.discard(block)
+
     def release(self, block: BlockId) -> None:
         """One holder fewer. Without holders the block goes, at once or when its move has ended."""
         record = self.residency[block]
@@ -209,7 +222,7 @@ class Mover:
         source = self.residency[block].fastest
         if source is None:
             self.pools[Tier.GPU].give_back(dest_slot)
-            raise BlockLostError(f"block {block} has no copy on any tier")
+            raise BlockLostError(f"block {block} has no copy on any tier", (block,))
         move = self.start(block, purpose, source, Tier.GPU, dest_slot)
         self._outcomes[move.move_id] = None
         try:
@@ -224,7 +237,7 @@ class Mover:
         finally:
             outcome = self._outcomes.pop(move.move_id)
         if outcome is not MoveStatus.DONE:
-            raise BlockLostError(f"block {block} cannot be read from {source.label}: {self._last_error}")
+            raise BlockLostError(f"block {block} cannot be read from {source.label}: {self._last_error}", (block,))
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless slots, copies, moves and policies agree."""

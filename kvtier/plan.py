@@ -75,7 +75,9 @@ class StepPlan:
                 copies = residency[block].copies
                 tier = min(copies, default=None)
                 if tier is None:
-                    raise BlockLostError(f"block {index} of sequence {table.sequence} has no copy on any tier")
+                    raise BlockLostError(
+                        f"block {index} of sequence {table.sequence} has no copy on any tier", (block,)
+                    )
                 if tier is Tier.GPU:
                     resident.append(Resident(index, copies[tier]))
                 elif block in streamed:

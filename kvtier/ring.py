@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kvtier.errors import BlockLostError, IntegrityError, StoreError, TransferTi
 from kvtier.metrics import Metrics
 from kvtier.plan import Source
 from kvtier.stores.staging import page_aligned
-from kvtier.types import BlockShape, PrefetchPolicy, Slot, Tier
+from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
 
 ReadSlice = Callable[[Tier, Slot, int, torch.Tensor], None]
 
@@ -110,6 +111,27 @@ class SliceRing:
         # What the policy allows behind this layer may go on while the model computes the rest of it.
         self._advance(layer)
 
+    def unreadable(self, sources: Sequence[Source]) -> list[BlockId]:
+        """Read every slice of these blocks; which of them cannot be read. Costs the reads of a whole step.
+
+        Raises:
+            TransferTimeoutError: a read took longer than `io_timeout_s`.
+        """
+        lost: dict[int, None] = {}
+        self.begin(sources)
+        try:
+            for layer in range(self._shape.num_layers):
+                for number in range(self._next_use, self._next_use + self._groups_per_layer):
+                    self._advance(layer)
+                    try:
+                        self._arrived(number)
+                    except BlockLostError as error:
+                        lost.update(dict.fromkeys(error.blocks))
+                    self._next_use = number + 1
+        finally:
+            self.drain()
+        return [BlockId(block) for block in lost]
+
     def _advance(self, layer: int) -> None:
         num_layers = self._shape.num_layers
         allowed = {layer, *self._prefetch.layers_ahead(layer, num_layers)}
@@ -149,24 +171,34 @@ class SliceRing:
     def _read(self, sources: Sequence[Source], layer: int, first: int, used: torch.cuda.Event | None) -> None:
         if used is not None:
             used.synchronize()
+        lost: list[tuple[Source, StoreError]] = []
         for entry, source in enumerate(sources, first):
             try:
                 self._read_slice(source.tier, source.slot, layer, self._bytes[entry])
             except StoreError as error:
-                raise BlockLostError(
-                    f"block {source.index} (layer {layer}) cannot be read from {source.tier.label}: {error}"
-                ) from error
+                lost.append((source, error))
+        if lost:
+            source, cause = lost[0]
+            raise BlockLostError(
+                f"block {source.index} (layer {layer}) cannot be read from {source.tier.label}: {cause}",
+                tuple(each.block for each, _ in lost),
+            ) from cause
 
     def _arrived(self, number: int) -> Group:
         started_s = time.monotonic()
         reads = self._reads[number]
-        done, late = wait(reads, timeout=self._io_timeout_s)
+        _, late = wait(reads, timeout=self._io_timeout_s)
         self._metrics.stall_s += time.monotonic() - started_s
         if late:
             raise TransferTimeoutError(f"reading slices took longer than io_timeout_s ({self._io_timeout_s:g} s)")
         del self._reads[number]
-        for read in done:
-            read.result()
+        failed = [failure for failure in (read.exception() for read in reads) if failure is not None]
+        if failed:
+            told = failed[0]
+            if isinstance(told, BlockLostError):  # it names all that are known by now: each may cost a repeated step
+                blocks = (other.blocks for other in failed if isinstance(other, BlockLostError))
+                told.blocks = tuple(dict.fromkeys(chain.from_iterable(blocks)))
+            raise told
         sources = self._members(number)
         first = number % self.num_cells * self.cell_slices
         view = slice(first, first + len(sources))

@@ -66,6 +66,16 @@ class Sequences:
         metrics = SequenceMetrics()
         return Batch([self._fork_row(table, metrics) for table in batch.tables], metrics, batch.origin)
 
+    def fork_row(self, table: BlockTable) -> Batch:
+        """A batch of one row that shares every block of `table` by count."""
+        metrics = SequenceMetrics()
+        return Batch([self._fork_row(table, metrics)], metrics)
+
+    def share(self, table: BlockTable, index: int, block: BlockId) -> None:
+        """Put `block`, which holds the same tokens, in the place of block number `index`, by count."""
+        self.placement.residency[block].holders += 1
+        self.placement.release(table.replace(index, block))
+
     def resize(self, batch: Batch, num_rows: int) -> None:
         """Give an empty batch another number of rows."""
         if batch.length:
@@ -232,8 +242,7 @@ class Sequences:
                 if kept is None:
                     candidates.append(block)
                 elif kept != block:
-                    self.placement.residency[kept].holders += 1
-                    self.placement.release(table.replace(index, kept))
+                    self.share(table, index, kept)
 
     def _are_equal(self, block: BlockId, other: BlockId) -> bool:
         slots = [self.placement.residency[each].copies.get(Tier.GPU) for each in (block, other)]

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvtier.batch import Batch
-from kvtier.block_table import BlockTable, Padding
+from kvtier.block_table import BlockTable, Made, Padding
 from kvtier.errors import IntegrityError, UnsupportedError
 from kvtier.types import BlockId, Slot
 
@@ -47,6 +47,7 @@ class NewColumns:
     """Of the tokens; None when they are fed as embeddings."""
     positions: list[int] | None = None
     """Of the tokens, as the model places them; None: counted on from the tokens held."""
+    made: Made = Made.COUNTED
 
     @staticmethod
     def of(num_tokens: int, token_ids: list[int] | None = None, positions: list[int] | None = None) -> NewColumns:

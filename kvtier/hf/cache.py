@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvtier.batch import Batch
 from kvtier.errors import UnsupportedError
 from kvtier.hf.attention import current_step
 from kvtier.hf.state import OUTSIDE, CacheState
@@ -88,9 +89,17 @@ class TieredCache(Cache):
     Dropping the object frees its blocks at the next step of any cache. `copy.deepcopy` forks: blocks are shared.
     """
 
-    def __init__(self, runtime: Runtime, num_rows: int | None = None, *, fork_of: CacheState | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        num_rows: int | None = None,
+        *,
+        fork_of: CacheState | None = None,
+        batch: Batch | None = None,
+    ) -> None:
         if fork_of is None:
-            batch = runtime.manager.new_batch(1 if num_rows is None else num_rows)
+            if batch is None:
+                batch = runtime.manager.new_batch(1 if num_rows is None else num_rows)
             untiered = UntieredLayers(runtime.new_untiered())
             self.state = CacheState(runtime, batch, untiered, num_rows)
         else:

@@ -44,7 +44,7 @@ _NOT_OF_MODULE = frozenset({
 })  # fmt: skip
 
 # Arguments of a call that K and V depend on by ids, positions and padding alone, or not at all.
-_PLAIN = frozenset({
+PLAIN_ARGUMENTS = frozenset({
     *CACHE_NAMES, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "use_cache",
     "logits_to_keep", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "labels",
 })  # fmt: skip
@@ -65,7 +65,9 @@ class Fingerprints:
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call's KV follows from ids, positions, padding and the fingerprint: no hooks, no autocast."""
         given = {name for name, value in arguments.items() if value is not None}
-        return given <= _PLAIN and not self._mark.is_hooked() and not torch.is_autocast_enabled(self._device_type)
+        if not given <= PLAIN_ARGUMENTS:
+            return False
+        return not self._mark.is_hooked() and not torch.is_autocast_enabled(self._device_type)
 
 
 @torch.no_grad()

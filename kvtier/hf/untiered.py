@@ -29,6 +29,11 @@ class UntieredLayers:
         """Memory that they hold, as of the last `measure`."""
         self.measure()
 
+    @property
+    def has_states(self) -> bool:
+        """Whether any is of linear attention, whose state sums up all that was ever fed to it."""
+        return any(_in_place(layer) for layer in self.layers.values())
+
     def measure(self) -> None:
         """Let go of what windows do not need, and count what is held."""
         for layer in self.layers.values():
@@ -44,10 +49,11 @@ class UntieredLayers:
         return {index: _state(layer) for index, layer in self.layers.items()}
 
     def restore(self, snapshot: Mapping[int, dict[str, Any]]) -> None:
-        """Put every layer back as it was."""
+        """Put every layer back as it was. The snapshot stays good: what is changed in place is copied again."""
         for index, state in snapshot.items():
-            vars(self.layers[index]).clear()
-            vars(self.layers[index]).update(state)
+            layer = self.layers[index]
+            vars(layer).clear()
+            vars(layer).update(_kept(state, _in_place(layer)))
         self.measure()
 
     def fork(self) -> dict[int, Any]:
@@ -111,14 +117,18 @@ def _crop(index: int, layer: Any, tokens_to_remove: int) -> None:
 
 
 def _state(layer: Any) -> dict[str, Any]:
-    in_place = isinstance(layer, LinearAttentionCacheLayerMixin)
+    state: dict[str, Any] = _kept(vars(layer), _in_place(layer))
+    return state
 
-    def kept(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: kept(entry) for key, entry in value.items()}
-        return value.clone() if in_place and isinstance(value, torch.Tensor) else value
 
-    return {name: kept(value) for name, value in vars(layer).items()}
+def _in_place(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _kept(value: Any, in_place: bool) -> Any:
+    if isinstance(value, dict):
+        return {key: _kept(entry, in_place) for key, entry in value.items()}
+    return value.clone() if in_place and isinstance(value, torch.Tensor) else value
 
 
 def _tensors(values: Mapping[Any, Any]) -> Iterator[torch.Tensor]:

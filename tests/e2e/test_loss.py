@@ -58,9 +58,9 @@ def restore(path: Path, content: bytes, damaged: bytes) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("damage", [flip, truncate])
-def test_damaged_files_never_become_tokens(damage: Callable[[Path], None], mode: str, tmp_path: Path) -> None:
+def test_damaged_files_raise_if_the_config_says_so(damage: Callable[[Path], None], mode: str, tmp_path: Path) -> None:
     model, turns = tiny(), plain_turns(tiny(), turns=2)
-    with TieredKV(model, small_config(model, tmp_path, mode)) as tiered:
+    with TieredKV(model, small_config(model, tmp_path, mode, on_block_loss="raise")) as tiered:
         cache: TieredCache = tiered.new_cache()
         assert_same(tiered.generate(turns[0][0], cache=cache, **GREEDY), turns[0][1], mode)
         assert tiered.stats()["tiers"]["nvme"]["only_copy_bytes"] > 0

@@ -101,7 +101,7 @@ def capacity(bench: Bench) -> None:
 
 
 def lost(bench: Bench) -> None:
-    with bench.wrapped() as tiered:
+    with bench.wrapped(on_block_loss="raise") as tiered:
         cache = tiered.new_cache()
         out = tiered.generate(tokens(300), cache=cache, max_new_tokens=2)
         for path in Path(tiered.stats()["tiers"]["nvme"]["folder"]).glob("segment-*"):
@@ -259,7 +259,8 @@ def test_the_example_for_ctrl_c_brings_the_cache_back(tmp_path: Path) -> None:
 
 def test_a_lost_block_is_computed_anew_as_the_page_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny()
-    with caplog.at_level(logging.ERROR), TieredKV(model, small_config(model, tmp_path)) as tiered:
+    config = small_config(model, tmp_path, on_block_loss="raise")
+    with caplog.at_level(logging.ERROR), TieredKV(model, config) as tiered:
         cache = tiered.new_cache()
         ids = torch.cat([tiered.generate(tokens(300), cache=cache, max_new_tokens=2), tokens(8)], dim=1)
         for path in Path(tiered.stats()["tiers"]["nvme"]["folder"]).glob("segment-*"):
