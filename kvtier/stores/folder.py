@@ -260,7 +260,8 @@ def lock_owner(folder_fd: int) -> str | None:
 
 
 def _owner(lock_fd: int) -> str:
-    return os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+    text = os.pread(lock_fd, 32, 0).strip()
+    return text.decode() if text.isdigit() else "unknown"  # it is shown to people: nothing but a number
 
 
 def take_lock(folder_fd: int, path: Path) -> int:
