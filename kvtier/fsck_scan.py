@@ -60,9 +60,11 @@ class Scan:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _taking: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
+    _idle: threading.Condition = field(default_factory=threading.Condition)
+    _num_working: int = 0
 
     def run(self) -> None:
-        """Check them all. Raises what `visit` raises; the threads have ended then."""
+        """Check them all. Raises what `visit` raises, or KeyboardInterrupt; no thread works on then."""
         self._all_bytes = sum(segment.num_slots * segment.geometry.slot_bytes for segment in self.segments)
         batches = self._batches()
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvtier-fsck") as pool:
@@ -71,7 +73,20 @@ class Scan:
                 for future in wait(work, return_when=FIRST_EXCEPTION).done:
                     future.result()
             finally:
-                self._stop.set()  # an error or Ctrl-C: the others end after the slot that they are at
+                self._end()
+
+    def _end(self) -> None:
+        """After an error or Ctrl-C the threads end after the slot that they are at; none may outlive the lock.
+
+        The pool's own join does not do: Ctrl-C may reach it, or come before it knows of a thread that has started.
+        """
+        try:
+            self._stop.set()
+            with self._idle:
+                self._idle.wait_for(lambda: self._num_working == 0)
+        except KeyboardInterrupt:
+            self._end()
+            raise
 
     def _batches(self) -> Iterator[tuple[ScanSegment, list[int]]]:
         """Neighbouring slots that may hold something."""
@@ -98,15 +113,24 @@ class Scan:
             os.close(fd)
 
     def _work(self, batches: Iterator[tuple[ScanSegment, list[int]]]) -> None:
-        reader = SlotReader()
-        while not self._stop.is_set():
-            with self._taking:
-                batch = next(batches, None)
-            if batch is None:
-                break
-            self._check(reader, *batch)
-        with self._lock:
-            self.read_bytes += reader.read_bytes
+        with self._idle:
+            if self._stop.is_set():
+                return
+            self._num_working += 1
+        try:
+            reader = SlotReader()
+            while not self._stop.is_set():
+                with self._taking:
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                self._check(reader, *batch)
+            with self._lock:
+                self.read_bytes += reader.read_bytes
+        finally:
+            with self._idle:
+                self._num_working -= 1
+                self._idle.notify_all()
 
     def _check(self, reader: SlotReader, segment: ScanSegment, slots: list[int]) -> None:
         with contextlib.ExitStack() as stack:

@@ -803,7 +803,10 @@ def test_an_interrupt_ends_the_threads(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         check_folder(tmp_path, repair=True, progress=stop)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-fsck")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtier-fsck"):
+            thread.join(timeout=60)
+            assert not thread.is_alive()
     assert check_folder(tmp_path, repair=True).outcome is Outcome.CLEAN  # the lock was given back
 
 
