@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvtier import cli
+from kvtier import TieredKV, cli
+from tests.e2e.families import small_config, tiny, tokens
 from tests.fault.folders import HEADER_BYTES, filled, flip, namespace, open_store, place, segments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,24 @@ def test_statuses_of_a_folder_that_is_sound_damaged_repaired(
     assert "repaired: all of 1 found" in capsys.readouterr().out
     assert cli.main(["fsck", str(tmp_path), "--drop", namespace(0).hex()[:8]]) == 0
     assert f"dropped: 5 slots of {namespace(0).hex()}" in capsys.readouterr().out
+
+
+def test_what_a_wrapper_leaves_is_clean_and_gone_after_a_drop(tmp_path: Path) -> None:
+    model = tiny("llama")
+    config = small_config(model, tmp_path)
+    path = config["tiers"]["nvme"]["path"]
+    with TieredKV(model, config) as tiered:
+        cache = tiered.new_cache()
+        tiered.generate(tokens(300), cache=cache, max_new_tokens=3, do_sample=False)
+        document = json.loads(CliRunner().invoke(cli.app, ["fsck", path, "--json"]).stdout)
+        assert document["in_use_by"] == str(os.getpid()) and document["status"] == "clean"
+    document = json.loads(CliRunner().invoke(cli.app, ["fsck", path, "--json"]).stdout)
+    (each,) = document["namespaces"]
+    assert document["status"] == "clean" and each["blocks"] == document["slots"]["good"] > 0
+    result = CliRunner().invoke(cli.app, ["fsck", path, "--drop", each["namespace"][:10]])
+    assert result.exit_code == 0
+    with TieredKV(model, config) as tiered:
+        assert tiered.stats()["tiers"]["nvme"]["found"] == tiered.stats()["tiers"]["nvme"]["quarantined"] == 0
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
