@@ -1,7 +1,7 @@
-"""The command line: `kvtier soak`, `kvtier version`.
+"""The command line: `kvtier soak`, `kvtier fsck`, `kvtier version`.
 
-Exit statuses: 0 all is well; 1 the soak failed; 2 bad input, one line on stderr; 3 the soak was not fully verified;
-130 interrupted. Only this module and the benchmarks print.
+Exit statuses: 0 all is well; 1 the soak failed, or the folder is damaged; 2 bad input, one line on stderr; 3 the soak
+was not fully verified; 130 interrupted. Only this module and the benchmarks print.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.log import VARIABLE, parse_level
 
-EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+EXIT_DAMAGED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="kvtier",
@@ -145,6 +152,40 @@ def soak(
     elif file:
         file.remove()
     raise typer.Exit(int(result.exit_status))
+
+
+@app.command()
+def fsck(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="What tiers.nvme.path says, or the folder kv in it.")],
+    repair: Annotated[bool, typer.Option("--repair", help="Free bad slots, remove files that cannot be used.")] = False,
+    drop: Annotated[
+        str | None, typer.Option(metavar="NAMESPACE", help="Free all slots of a namespace, given by its first digits.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+) -> None:
+    """Read and verify every block that the nvme tier left on disk; without --repair and --drop write nothing."""
+    from kvtier.fsck import check_folder  # numpy: not for the other commands to wait for
+    from kvtier.fsck_report import Outcome
+
+    errors = Console(stderr=True)
+    with Progress(
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+        disable=json_ or not errors.is_terminal,
+    ) as bar:
+        task = bar.add_task("checking", total=None)
+        report = check_folder(
+            path, repair=repair, drop=drop, progress=lambda done, of: bar.update(task, completed=done, total=of)
+        )
+    if json_:
+        sys.stdout.write(json.dumps(report.document(), allow_nan=False) + "\n")
+    else:
+        Console(highlight=False).print(report.page(), soft_wrap=True)
+    raise typer.Exit(EXIT_DAMAGED if report.outcome is Outcome.DAMAGED else 0)
 
 
 def _is_given(context: typer.Context, field: str) -> bool:

@@ -17,13 +17,17 @@ from pathlib import Path
 from kvtier.errors import ConfigError, FolderInUseError, StoreError
 from kvtier.stores.buffered_io import BufferedIo
 from kvtier.stores.file_io import FileIo
+from kvtier.stores.folder_entries import (
+    LOCK_NAME,
+    NAMESPACE_NAME,
+    SEGMENT_NAME,
+    EntryKind,
+    entry_kind,
+    namespace_name,
+)
 from kvtier.stores.segment import Segment
 
-_LOCK_NAME = "lock"
-_SEGMENT_NAME = re.compile(r"segment-\d{5,}\.kvt")
-_NAMESPACE_NAME = re.compile(r"namespace-([0-9a-f]{64})")
 _RUN_NAME = re.compile(r"run-\d+-[0-9a-f]+")
-_TEMPORARY_NAME = re.compile(r"(run|new)-\d+-[0-9a-f]+")  # of another process, which shares the folder as its root
 _FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _PAGE_CACHE_BYTES = 4 << 20  # for whoever only looks into a folder
@@ -72,7 +76,7 @@ class OwnedFolder:
         try:
             self._check_contents()
             if self._lock_fd < 0:
-                self._lock_fd = _take_lock(self._fd, self.path)
+                self._lock_fd = take_lock(self._fd, self.path)
             os.fchmod(self._fd, 0o700)
             if not keep_files:
                 self._remove_files()
@@ -86,14 +90,11 @@ class OwnedFolder:
         """Refuse a folder with anything of somebody else's: its mode is about to change, and `du` counts it all."""
         self._check_owner(os.fstat(self._fd), "it")
         for entry in os.scandir(self._fd):
-            is_file = entry.is_file(follow_symlinks=False)
-            ours = (is_file and (entry.name == _LOCK_NAME or _is_data(entry.name))) or (
-                entry.is_dir(follow_symlinks=False) and _TEMPORARY_NAME.fullmatch(entry.name)
-            )
-            if not ours:
+            status = entry.stat(follow_symlinks=False)
+            if entry_kind(entry.name, status.st_mode) is EntryKind.STRANGER:
                 kind = "a symlink" if entry.is_symlink() else "not kvtier's"
                 raise ConfigError(f"nvme folder {self.path}: {entry.name} in it is {kind}; give a folder of its own")
-            self._check_owner(entry.stat(follow_symlinks=False), entry.name)
+            self._check_owner(status, entry.name)
 
     def _check_owner(self, status: os.stat_result, what: str) -> None:
         """Root may open anything: what another user put there is still not ours to read."""
@@ -110,7 +111,7 @@ class OwnedFolder:
 
     def segment_files(self) -> list[SegmentFile]:
         """The segment files that are there, by name."""
-        names = sorted(entry.name for entry in os.scandir(self._fd) if _SEGMENT_NAME.fullmatch(entry.name))
+        names = sorted(entry.name for entry in os.scandir(self._fd) if SEGMENT_NAME.fullmatch(entry.name))
         return [self._describe(name, os.stat(name, dir_fd=self._fd, follow_symlinks=False)) for name in names]
 
     def _describe(self, name: str, status: os.stat_result) -> SegmentFile:
@@ -140,7 +141,7 @@ class OwnedFolder:
 
     def namespace_times(self) -> dict[bytes, float]:
         """When each namespace was last opened, in seconds since the epoch."""
-        matches = ((_NAMESPACE_NAME.fullmatch(entry.name), entry) for entry in os.scandir(self._fd))
+        matches = ((NAMESPACE_NAME.fullmatch(entry.name), entry) for entry in os.scandir(self._fd))
         return {
             bytes.fromhex(match[1]): entry.stat(follow_symlinks=False).st_mtime for match, entry in matches if match
         }
@@ -148,7 +149,7 @@ class OwnedFolder:
     def touch_namespace(self, namespace: bytes) -> None:
         """Note that a namespace is opened now. Its file is empty: the name and the time say it all. Raises OSError."""
         flags = _FILE_FLAGS | os.O_CREAT
-        fd = os.open(f"namespace-{namespace.hex()}", flags, 0o600, dir_fd=self._fd)
+        fd = os.open(namespace_name(namespace), flags, 0o600, dir_fd=self._fd)
         try:
             os.utime(fd)
         finally:
@@ -156,7 +157,7 @@ class OwnedFolder:
 
     def drop_namespace(self, namespace: bytes) -> None:
         """Forget when a namespace was last opened. Raises OSError."""
-        self.unlink(f"namespace-{namespace.hex()}")
+        self.unlink(namespace_name(namespace))
 
     def sync(self) -> None:
         """Wait until the folder's entries are on the medium. Raises OSError."""
@@ -191,7 +192,7 @@ class OwnedFolder:
         try:
             if not keep_files and os.getpid() == self._owner_pid:  # a forked child must not pull the files away
                 self._remove_files()
-                os.unlink(_LOCK_NAME, dir_fd=self._fd)
+                os.unlink(LOCK_NAME, dir_fd=self._fd)
                 os.rmdir(self.path)
         except OSError as error:
             _log.warning("nvme folder %s could not be removed: %s", self.path, error)
@@ -206,7 +207,7 @@ class OwnedFolder:
 
 
 def _is_data(name: str) -> bool:
-    return bool(_SEGMENT_NAME.fullmatch(name) or _NAMESPACE_NAME.fullmatch(name))
+    return bool(SEGMENT_NAME.fullmatch(name) or NAMESPACE_NAME.fullmatch(name))
 
 
 def temporary_folder(root: Path) -> Path:
@@ -221,7 +222,7 @@ def temporary_folder(root: Path) -> Path:
         hidden.mkdir(mode=0o700)
         folder_fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            lock_fd = _take_lock(folder_fd, hidden)
+            lock_fd = take_lock(folder_fd, hidden)
         finally:
             os.close(folder_fd)
         hidden.rename(final)
@@ -252,21 +253,40 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"nvme folder {path}: {os.strerror(error.errno or 0)}; give a folder that you may write to")
 
 
-def _take_lock(folder_fd: int, path: Path) -> int:
+def lock_owner(folder_fd: int) -> str | None:
+    """What the lock says of its owner if it is held, without writing to it; None if nobody holds it.
+
+    Raises OSError: there is no lock, or it is not a file that can be opened.
+    """
+    fd = os.open(LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given up at once: nobody is kept out
+    except BlockingIOError:
+        return _owner(fd)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _owner(lock_fd: int) -> str:
+    text = os.pread(lock_fd, 32, 0).strip()
+    return text.decode() if text.isdigit() else "unknown"  # it is shown to people: nothing but a number
+
+
+def take_lock(folder_fd: int, path: Path) -> int:
     """Descriptor of the folder's lock file, flocked, our pid written in it."""
-    fd = os.open(_LOCK_NAME, _FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder_fd)
+    fd = os.open(LOCK_NAME, _FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"nvme folder {path}: lock is not a file; remove it")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise FolderInUseError(
-                f"nvme folder {path} belongs to process {owner}, which is alive: set tiers.nvme.path "
+                f"nvme folder {path} belongs to process {_owner(fd)}, which is alive: set tiers.nvme.path "
                 "to another folder, or leave it out for a temporary one"
             ) from None
-        if os.stat(_LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(fd).st_ino:
+        if os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(fd).st_ino:
             raise FolderInUseError(f"nvme folder {path} is being removed by its owner; try again")
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, 0)

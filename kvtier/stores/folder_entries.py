@@ -1,0 +1,46 @@
+"""What may lie in an nvme folder, by name and type."""
+
+from __future__ import annotations
+
+import enum
+import re
+import stat
+
+LOCK_NAME = "lock"
+SEGMENT_NAME = re.compile(r"segment-\d{5,}\.kvt")
+NAMESPACE_NAME = re.compile(r"namespace-([0-9a-f]{64})")
+_TEMPORARY_NAME = re.compile(r"(run|new)-\d+-[0-9a-f]+")  # of another process, which shares the folder as its root
+
+
+class EntryKind(enum.Enum):
+    """What an entry of a folder is, by its name and type."""
+
+    LOCK = "lock"
+    SEGMENT = "segment"
+    NAMESPACE = "namespace"
+    TEMPORARY = "folder of one process"
+    STRANGER = "not kvtier's"
+
+
+def entry_kind(name: str, mode: int) -> EntryKind:
+    """`mode` is `st_mode` of the entry itself: a symlink is a stranger, whatever its name."""
+    if stat.S_ISREG(mode):
+        if name == LOCK_NAME:
+            return EntryKind.LOCK
+        if SEGMENT_NAME.fullmatch(name):
+            return EntryKind.SEGMENT
+        if NAMESPACE_NAME.fullmatch(name):
+            return EntryKind.NAMESPACE
+    if stat.S_ISDIR(mode) and _TEMPORARY_NAME.fullmatch(name):
+        return EntryKind.TEMPORARY
+    return EntryKind.STRANGER
+
+
+def namespace_name(namespace: bytes) -> str:
+    """The file that tells when a namespace was last opened."""
+    return f"namespace-{namespace.hex()}"
+
+
+def namespace_of(name: str) -> bytes:
+    """The namespace that a file of kind NAMESPACE speaks of."""
+    return bytes.fromhex(name.removeprefix("namespace-"))
