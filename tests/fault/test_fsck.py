@@ -22,7 +22,7 @@ import xxhash
 from kvtier.errors import ConfigError, FolderInUseError
 from kvtier.fsck import check_folder
 from kvtier.fsck_report import FsckReport, Outcome
-from kvtier.stores.segment import PAGE_BYTES
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.slot_check import SlotState, slots_with_data
 from kvtier.stores.slot_format import HEADER, SUPERBLOCK, Geometry
 from kvtier.system import allocated_bytes
