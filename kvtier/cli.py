@@ -1,7 +1,8 @@
-"""The command line: `kvtier soak`, `kvtier fsck`, `kvtier version`.
+"""The command line: `kvtier soak`, `kvtier doctor`, `kvtier fsck`, `kvtier version`.
 
-Exit statuses: 0 all is well; 1 the soak failed, or the folder is damaged; 2 bad input, one line on stderr; 3 the soak
-was not fully verified; 130 interrupted. Only this module and the benchmarks print.
+Exit statuses: 0 all is well; 1 the soak failed, the folder is damaged, or the config given to the doctor cannot work
+here; 2 bad input, one line on stderr; 3 the soak was not fully verified; 130 interrupted. Only this module and the
+benchmarks print.
 """
 
 from __future__ import annotations
@@ -186,6 +187,33 @@ def fsck(
     else:
         Console(highlight=False).print(report.page(), soft_wrap=True)
     raise typer.Exit(EXIT_DAMAGED if report.outcome is Outcome.DAMAGED else 0)
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        str | None, typer.Option(help="A preset's name, or a YAML file: can it work on this machine?")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Measure the disk of this folder, not the config's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Under 15 seconds, with rougher figures.")] = False,
+) -> None:
+    """Measure this machine's disk, memory and processor, and propose a config, with a reason for each line."""
+    # torch takes a second or two to import: not for `kvtier version`.
+    from kvtier.doctor import NoWatch, Wishes, examine
+    from kvtier.doctor.show import Bars, print_report
+
+    wishes = Wishes(config, path, quick)
+    if as_json:
+        report = examine(wishes, NoWatch())
+        sys.stdout.write(json.dumps(report.document(), allow_nan=False) + "\n")
+    else:
+        with Bars(Console(stderr=True)) as bars:
+            report = examine(wishes, bars)
+        print_report(report, Console(highlight=False))
+    raise typer.Exit(report.exit_status)
 
 
 def _is_given(context: typer.Context, field: str) -> bool:

@@ -293,20 +293,24 @@ def load_config(source: str | Path | Mapping[str, Any] | KVTierConfig | None) ->
     Raises:
         ConfigError: with the key's path, the value and the mend. Nothing was opened or allocated.
     """
-    if isinstance(source, KVTierConfig):
-        config = source
-    elif source is None:
-        config = KVTierConfig()
-    elif isinstance(source, Mapping):
-        config = _build(source, "config")
-    elif isinstance(source, str | Path):
-        where, text = read_source(source)
-        config = _build(parse_yaml(text, where), where)
-    else:
-        raise ConfigError(f"config: {source!r} is not one. Mend: give a preset's name, a path, a mapping or None")
+    config = read_config(source)
     if config.tiers.nvme is not None and config.tiers.nvme.path is not None:
         check_nvme_path(config.tiers.nvme.path)
     return config
+
+
+def read_config(source: str | Path | Mapping[str, Any] | KVTierConfig | None) -> KVTierConfig:
+    """As `load_config`, without a look at the nvme folder: whether it can be had is another question."""
+    if isinstance(source, KVTierConfig):
+        return source
+    if source is None:
+        return KVTierConfig()
+    if isinstance(source, Mapping):
+        return _build(source, "config")
+    if isinstance(source, str | Path):
+        where, text = read_source(source)
+        return _build(parse_yaml(text, where), where)
+    raise ConfigError(f"config: {source!r} is not one. Mend: give a preset's name, a path, a mapping or None")
 
 
 def _build(values: Mapping[Any, Any], where: str) -> KVTierConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import shutil
@@ -94,6 +95,43 @@ def memory_limit_bytes(root: Path = _ROOT) -> int:
     return limit
 
 
+def memory_available_bytes(root: Path = _ROOT) -> int:
+    """Memory in bytes that could still be taken: the host's MemAvailable, or what the tightest cgroup has left.
+
+    Page cache of files counts as free, as the kernel gives it back. Cost: a few small files.
+    """
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    available = int(match[1]) * 1024 if match else psutil.virtual_memory().available
+    for folder, names in _cgroup_folders(root):
+        for name in names:
+            limit = _read(folder / name).strip()
+            if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
+                available = min(available, max(0, int(limit) - _cgroup_used_bytes(folder)))
+    return available
+
+
+def cgroup_memory_bytes(root: Path = _ROOT) -> tuple[int, int] | None:
+    """The least cgroup limit that binds this process and what that cgroup uses, in bytes; None without a limit.
+
+    Page cache of files is not in what it uses, as the kernel gives it back.
+    """
+    found: list[tuple[int, int]] = []
+    for folder, names in _cgroup_folders(root):
+        for name in names:
+            limit = _read(folder / name).strip()
+            if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
+                found.append((int(limit), _cgroup_used_bytes(folder)))
+    return min(found, default=None)
+
+
+def _cgroup_used_bytes(folder: Path) -> int:
+    used = (_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")).strip()
+    cached = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+    if "total_active_file" in _read(folder / "memory.stat"):  # v1 tells its own share, then with its children's
+        cached = cached[len(cached) // 2 :]
+    return max(0, int(used) - sum(map(int, cached))) if used.isdecimal() else 0
+
+
 def process_memory_bytes(root: Path = _ROOT) -> int:
     """Memory in bytes that only this process accounts for: RssAnon + RssShmem. Mapped files do not count.
 
@@ -126,10 +164,15 @@ def is_memory_backed(kind: str) -> bool:
 
 def is_doubtful(kind: str) -> bool:
     """Whether an nvme folder there deserves a warning: memory, a container's overlay, a network or FUSE file system."""
-    return is_memory_backed(kind) or kind == "overlay" or kind in _NETWORK or kind.startswith("fuse.")
+    return is_memory_backed(kind) or kind == "overlay" or is_network(kind)
 
 
-def _existing(path: Path) -> Path:
+def is_network(kind: str) -> bool:
+    """Whether files of this kind of file system lie on another machine, or behind FUSE, where one cannot know."""
+    return kind in _NETWORK or kind.startswith("fuse.")
+
+
+def existing_folder(path: Path) -> Path:
     """The nearest folder above `path` that exists, or `path` itself: a tier's folder is made later."""
     path = Path(path).absolute()
     while not path.exists() and path != path.parent:
@@ -139,12 +182,35 @@ def _existing(path: Path) -> Path:
 
 def free_disk_bytes(path: Path) -> int:
     """Bytes that this user may still write where `path` (which need not exist) lies."""
-    return shutil.disk_usage(_existing(path)).free
+    return shutil.disk_usage(existing_folder(path)).free
 
 
 def disk_total_bytes(path: Path) -> int:
     """Size in bytes of the file system that `path` (which need not exist) lies on."""
-    return shutil.disk_usage(_existing(path)).total
+    return shutil.disk_usage(existing_folder(path)).total
+
+
+def disk_room_bytes(path: Path, reserve_free_frac: float) -> int:
+    """Bytes that may be taken where `path` lies while this fraction of the file system stays free."""
+    return max(0, free_disk_bytes(path) - int(reserve_free_frac * disk_total_bytes(path)))
+
+
+def can_preallocate(fd: int) -> bool:
+    """Whether the file system itself reserves space (fallocate(2)); elsewhere posix_fallocate writes zeros instead.
+
+    Takes a page of the file `fd` to see. Raises OSError: the disk is full, or the like.
+    """
+    try:
+        function = ctypes.CDLL(None, use_errno=True).fallocate
+    except (AttributeError, OSError):
+        return False
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if function(fd, 0, 0, os.sysconf("SC_PAGESIZE")) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+        return False
+    raise OSError(code, os.strerror(code))
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -7,7 +7,6 @@ import os
 import random
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier.stores.buffered_io import BufferedIo
 from kvtier.stores.direct_io import DirectIo
 from kvtier.stores.file_io import PAGE_BYTES, Bytes, FileIo, OpenFile
+from kvtier.stores.scratch import move_at, reopened, scratch_file, try_io
 from kvtier.stores.staging import page_aligned
 from kvtier.system import filesystem_kind, is_memory_backed
 from kvtier.types import IoMode
@@ -62,16 +62,14 @@ def choose_io(wanted: IoMode, folder: Path, room_bytes: int, slice_bytes: int) -
     if wanted is IoMode.AUTO and room_bytes < MEASURED_FROM_BYTES:
         return IoChoice(IoMode.MMAP, f"not measured: there is room for {room_bytes >> 20} MiB, below 1 GiB")
     try:
-        scratch = _scratch_file(folder)
+        scratch = scratch_file(folder)
     except OSError as error:
         if wanted is IoMode.DIRECT:
             return IoChoice(IoMode.DIRECT, "tiers.nvme.io says so")
         return IoChoice(IoMode.MMAP, f"not measured: {kind} gives no unnamed file ({_name(error)})")
     direct = DirectIo(_NUM_THREADS * _MAX_READ_BYTES)
     try:
-        direct.prepare(scratch.fd)
-        direct.write(scratch, 0, page_aligned(PAGE_BYTES).numpy())
-        direct.read(scratch, 0, page_aligned(PAGE_BYTES).numpy())
+        try_io(direct, scratch)
     except OSError as error:
         if wanted is IoMode.DIRECT:
             raise ConfigError(
@@ -93,8 +91,7 @@ def _measured(scratch: OpenFile, direct: DirectIo, folder: Path, slice_bytes: in
         if written < max(_MIN_SCRATCH_BYTES, _NUM_THREADS * size):
             reason = f"not measured: the disk took only {written >> 10} KiB in {_WRITE_S:g} s"
             return IoChoice(IoMode.MMAP, reason)
-        # A second descriptor: O_DIRECT belongs to the open file, not to the file.
-        plain = OpenFile(os.open(f"/proc/self/fd/{scratch.fd}", os.O_RDONLY | os.O_CLOEXEC), scratch.path)
+        plain = reopened(scratch)
         buffered.prepare(plain.fd)
         rates: dict[IoMode, list[float]] = {IoMode.DIRECT: [], IoMode.MMAP: []}
         for _ in range(_NUM_ROUNDS):
@@ -114,12 +111,6 @@ def _measured(scratch: OpenFile, direct: DirectIo, folder: Path, slice_bytes: in
     return IoChoice(mode, reason)
 
 
-def _scratch_file(folder: Path) -> OpenFile:
-    """Without a name: it is gone with its descriptor, and never counts as somebody's file in the folder."""
-    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    return OpenFile(fd, folder / "(scratch)")
-
-
 def _write_scratch(scratch: OpenFile, io: FileIo) -> int:
     """Bytes written until there are enough or time is up. Not compressible: some disks and file systems would."""
     piece = page_aligned(_MAX_READ_BYTES).numpy()
@@ -133,22 +124,9 @@ def _write_scratch(scratch: OpenFile, io: FileIo) -> int:
 
 def _read_rate(io: FileIo, file: OpenFile, file_bytes: int, buffers: list[Bytes]) -> float:
     """Bytes a second of random reads, each place once, on as many threads as buffers, for at most `_ROUND_S`."""
-    size = buffers[0].nbytes
-    places = random.sample(range(file_bytes // size), file_bytes // size)
-    started_s = time.monotonic()
-
-    def work(index: int) -> int:
-        done = 0
-        for place in places[index :: len(buffers)]:
-            io.read(file, place * size, buffers[index])
-            done += size
-            if time.monotonic() > started_s + _ROUND_S:
-                break
-        return done
-
-    with ThreadPoolExecutor(len(buffers), thread_name_prefix="kvtier-measure") as pool:
-        total = sum(pool.map(work, range(len(buffers))))
-    return total / (time.monotonic() - started_s)
+    num_places = file_bytes // buffers[0].nbytes
+    moved = move_at(io, file, random.sample(range(num_places), num_places), buffers, _ROUND_S)
+    return moved.num_bytes / moved.elapsed_s
 
 
 def _name(error: OSError) -> str:

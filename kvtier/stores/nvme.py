@@ -16,7 +16,7 @@ from kvtier.stores.base import Store
 from kvtier.stores.folder import OwnedFolder, sweep_stale, temporary_folder
 from kvtier.stores.io_choice import choose_io, make_io
 from kvtier.stores.namespaces import Namespaces
-from kvtier.stores.nvme_layout import min_budget_bytes, slot_bytes
+from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes, slot_bytes
 from kvtier.stores.nvme_open import held_back, open_space
 from kvtier.stores.nvme_space import SpaceLimits, io_error
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
@@ -57,7 +57,7 @@ class NvmeStore(Store):
         folder: Path,
         persistent: bool,
         segment_bytes_max: int = 1 << 30,
-        reserve_free_frac: float = 0.05,
+        reserve_free_frac: float = RESERVE_FREE_FRAC,
         survives: Survives = Survives.KILL,
         namespace_ttl_s: float = 14 * _DAY_S,
         io: IoMode = IoMode.AUTO,

@@ -6,6 +6,7 @@ from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.slot_format import Geometry
 from kvtier.types import BlockShape
 
+RESERVE_FREE_FRAC = 0.05  # of the disk, which always stays free
 FOLDER_BYTES = 64 << 10  # the folder, which grows with its entries, and its lock file
 _EXTENTS_PER_INDEX_BLOCK = 300  # ext4 keeps 340 in 4 KiB; at worst each slot of a half-written segment is an extent
 

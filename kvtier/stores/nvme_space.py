@@ -17,7 +17,7 @@ from kvtier.stores.namespaces import Age
 from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes, slots_of_segments
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
 from kvtier.stores.slot_format import Geometry
-from kvtier.system import disk_total_bytes, free_disk_bytes
+from kvtier.system import disk_room_bytes
 from kvtier.types import Slot
 
 _SMALLEST_FRACTION = 8  # a small budget is taken from the disk in about this many pieces
@@ -48,7 +48,7 @@ class SpaceLimits:
 
     def free_bytes(self, folder: Path) -> int:
         """What the disk has room for while the reserve stays free."""
-        return max(0, free_disk_bytes(folder) - int(self.reserve_free_frac * disk_total_bytes(folder)))
+        return disk_room_bytes(folder, self.reserve_free_frac)
 
     def new_segments(self, geometry: Geometry, taken_bytes: int = 0) -> list[int]:
         """The slots of each segment that the budget has room for beside `taken_bytes` of others."""

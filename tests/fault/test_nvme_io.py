@@ -617,7 +617,7 @@ def test_auto_takes_the_faster_and_direct_in_a_tie(
 
 
 def test_auto_does_not_measure_small_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_choice, "_scratch_file", failing(errno.EIO))  # not reached
+    monkeypatch.setattr(io_choice, "scratch_file", failing(errno.EIO))  # not reached
     choice = choose_io(IoMode.AUTO, tmp_path, (1 << 30) - 1, 384 << 10)
     assert choice.mode is IoMode.MMAP
     assert "not measured: there is room for 1023 MiB" in choice.reason
@@ -653,7 +653,7 @@ def test_o_direct_refused(tmp_path: Path, where: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("measured")
 def test_no_unnamed_files_is_no_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_choice, "_scratch_file", failing(errno.EOPNOTSUPP))
+    monkeypatch.setattr(io_choice, "scratch_file", failing(errno.EOPNOTSUPP))
     choice = choose_io(IoMode.AUTO, tmp_path, 64 * MIB, 384 << 10)
     assert choice.mode is IoMode.MMAP and "gives no unnamed file" in choice.reason
     assert choose_io(IoMode.DIRECT, tmp_path, 64 * MIB, 384 << 10).mode is IoMode.DIRECT

@@ -236,8 +236,8 @@ def test_a_budget_without_room_for_a_slot_states_its_minimum(tmp_path: Path) -> 
 
 def test_a_part_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free_bytes = [10 << 20]
-    monkeypatch.setattr("kvtier.stores.nvme_space.free_disk_bytes", lambda path: free_bytes[0])
-    monkeypatch.setattr("kvtier.stores.nvme_space.disk_total_bytes", lambda path: 100 << 20)
+    monkeypatch.setattr("kvtier.system.free_disk_bytes", lambda path: free_bytes[0])
+    monkeypatch.setattr("kvtier.system.disk_total_bytes", lambda path: 100 << 20)
     store = NvmeStore(SHAPE, BUDGET_BYTES, tmp_path / "kv", persistent=False, reserve_free_frac=0.05)
     blocks = fill(store, 1)
     per_segment = (segments(store)[0].stat().st_size - PAGE_BYTES) // store.slot_bytes
@@ -259,8 +259,8 @@ def test_a_part_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.Monke
 FULL_DISK = """
     import resource, sys
     from pathlib import Path
+    from kvtier import system
     from kvtier.errors import NoSpaceError
-    from kvtier.stores import nvme_space
     from kvtier.stores.nvme import NvmeStore
     from kvtier.system import allocated_bytes
     from kvtier.testing.stores import random_block, read
@@ -270,7 +270,7 @@ FULL_DISK = """
     folder, limit_bytes, segment_bytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if limit_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    nvme_space.free_disk_bytes = lambda path: 1 << 40  # another process fills the disk after the check
+    system.free_disk_bytes = lambda path: 1 << 40  # another process fills the disk after the check
     store = NvmeStore(SHAPE, 4 << 20, folder, False, segment_bytes, reserve_free_frac=0.0)
     written = 0
     try:

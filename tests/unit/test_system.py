@@ -100,6 +100,50 @@ def test_garbage_is_passed_over(tmp_path: Path) -> None:
     assert system.memory_limit_bytes(tree(tmp_path, files)) == 64 * GIB
 
 
+def test_available_memory_is_the_tightest_cgroups_rest_without_page_cache(tmp_path: Path) -> None:
+    meminfo = MEMINFO + f"MemAvailable: {20 * GIB // 1024} kB\n"
+    v2 = {
+        "proc/meminfo": meminfo,
+        "proc/self/cgroup": "0::/a/b\n",
+        "proc/self/mountinfo": v2_mount(),
+        "sys/fs/cgroup/a/memory.max": f"{8 * GIB}\n",
+        "sys/fs/cgroup/a/memory.current": f"{6 * GIB}\n",
+        "sys/fs/cgroup/a/memory.stat": f"anon 5\ninactive_file {2 * GIB}\nactive_file {GIB}\nfile_dirty 7\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.current": f"{5 * GIB}\n",
+    }
+    assert system.memory_available_bytes(tree(tmp_path / "v2", v2)) == 5 * GIB
+    assert system.cgroup_memory_bytes(tmp_path / "v2") == (8 * GIB, 3 * GIB)
+    v1 = {
+        "proc/meminfo": meminfo,
+        "proc/self/cgroup": "4:memory:/a\n",
+        "proc/self/mountinfo": v1_mount(),
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{8 * GIB}\n",
+        "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{6 * GIB}\n",
+        "sys/fs/cgroup/memory/a/memory.stat": (
+            "active_file 1\ninactive_file 1\ntotal_inactive_file 0\n" + f"total_active_file {GIB}\n"
+        ),
+    }
+    assert system.memory_available_bytes(tree(tmp_path / "v1", v1)) == 3 * GIB
+
+
+def test_without_a_cgroup_limit_available_memory_is_the_hosts(tmp_path: Path) -> None:
+    root = tree(tmp_path, {"proc/meminfo": MEMINFO + f"MemAvailable: {20 * GIB // 1024} kB\n"})
+    assert system.memory_available_bytes(root) == 20 * GIB
+    assert system.cgroup_memory_bytes(root) is None
+    assert 0 < system.memory_available_bytes() <= system.memory_limit_bytes()
+
+
+def test_an_overfull_cgroup_has_nothing_available(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/mountinfo": v2_mount(),
+        "sys/fs/cgroup/memory.high": f"{GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
+    }
+    assert system.memory_available_bytes(tree(tmp_path, files)) == 0
+
+
 def test_process_memory_counts_anonymous_and_shared_memory_only(tmp_path: Path) -> None:
     status = "VmRSS:\t 900 kB\nRssAnon:\t     100 kB\nRssFile:\t     700 kB\nRssShmem:\t      20 kB\n"
     assert system.process_memory_bytes(tree(tmp_path, {"proc/self/status": status})) == 120 * 1024
@@ -131,11 +175,29 @@ def test_kinds() -> None:
     assert all(map(system.is_memory_backed, ["tmpfs", "ramfs"]))
     assert not any(map(system.is_memory_backed, ["ext4", "overlay", "nfs"]))
     assert all(map(system.is_doubtful, ["tmpfs", "ramfs", "overlay", "nfs", "nfs4", "cifs", "9p", "fuse.sshfs"]))
+    assert all(map(system.is_network, ["nfs", "nfs4", "cifs", "fuse.sshfs"]))
+    assert not any(map(system.is_network, ["tmpfs", "overlay", "ext4", "unknown"]))
     assert not any(map(system.is_doubtful, ["ext4", "xfs", "btrfs", "zfs", "unknown"]))
 
 
 def test_disk_sizes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     assert 0 < system.free_disk_bytes(tmp_path / "a" / "b") <= system.disk_total_bytes(tmp_path / "a" / "b")
+
+
+def test_room_on_a_disk_keeps_a_part_free(tmp_path: Path) -> None:
+    total, free = system.disk_total_bytes(tmp_path), system.free_disk_bytes(tmp_path)
+    assert abs(system.disk_room_bytes(tmp_path / "not" / "there", 0.05) - max(0, free - total // 20)) < GIB
+    assert system.disk_room_bytes(tmp_path, 1.0) == 0
+
+
+def test_preallocation_is_tried_and_its_errors_are_told_apart(tmp_path: Path) -> None:
+    with open(tmp_path / "file", "wb") as file:
+        assert system.can_preallocate(file.fileno()) is True
+    with open(tmp_path / "file", "rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        system.can_preallocate(file.fileno())
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write), pytest.raises(OSError):
+        system.can_preallocate(write)
 
 
 def test_allocated_bytes_as_du_counts(tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""What the doctor proposes and what it warns of, on machines made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from kvtier.config import load_config, read_config
+from kvtier.doctor import verdict
+from kvtier.doctor.answer import NotMeasured
+from kvtier.doctor.disk import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate, DiskSpeed
+from kvtier.doctor.facts import Facts, Place
+from kvtier.doctor.gpu import PIECE_BYTES, CopyRate, Gpu
+from kvtier.doctor.host import HostSpeed
+from kvtier.doctor.limits import UNLIMITED, Limits
+from kvtier.doctor.proposal import Proposal, propose
+from kvtier.doctor.report import Report
+from kvtier.doctor.show import print_report
+from kvtier.types import IoMode, Tier
+
+MIB, GIB = 1 << 20, 1 << 30
+NONE = NotMeasured("for a reason")
+
+
+def facts(**changes: Any) -> Facts:
+    """A good machine: a disk that reads 3 GB/s directly and 1 GB/s through the page cache, 64 GiB, no CUDA."""
+    speed = changes.pop("speed", lambda mode, size, depth: 3e9 if mode is IoMode.DIRECT else 1e9)
+    cells = ((m, a, s, d) for m in MODES for a in Access for s in REQUEST_BYTES for d in DEPTHS)
+    rates = tuple(DiskRate(m, a, s, d, speed(m, s, d), 1.0) for m, a, s, d in cells)
+    place = Place(Path("/data"), Path("/data"), changes.pop("kind", "ext4"), 400 * GIB, 1000 * GIB, 350 * GIB, 0)
+    place = dataclasses.replace(place, **changes.pop("place", {}))
+    limits = Limits(64 * GIB, 64 * GIB, 60 * GIB, NONE, NONE, 8 * MIB, NONE, 1024)
+    limits = dataclasses.replace(limits, **changes.pop("limits", {}))
+    return Facts(
+        place=place,
+        limits=limits,
+        disk=DiskSpeed(rates, changes.pop("takes_direct", True), changes.pop("preallocates", True), 0, 0),
+        host=HostSpeed(8, 9e9, 20e9, 9e9, 1e9, 1e9, 0.8),
+        gpus=changes.pop("gpus", NotMeasured("no CUDA device")),
+        **changes,
+    )
+
+
+def cuda(free_bytes: int = 20 * GIB) -> tuple[Gpu, ...]:
+    copies = tuple(CopyRate(p, t, s, 2e10) for p in (True, False) for t in (True, False) for s in PIECE_BYTES)
+    return (Gpu(0, "a GPU", free_bytes, 24 * GIB, copies),)
+
+
+NEEDS_DEPTH: Callable[[IoMode, int, int], float] = lambda mode, size, depth: 1e8 * depth  # noqa: E731
+MACHINES: dict[str, dict[str, Any]] = {
+    "good": {},
+    "cuda": {"gpus": cuda()},
+    "small": {"limits": {"may_use_bytes": 512 * MIB, "available_bytes": 100 * MIB}},
+    "tiny": {"limits": {"may_use_bytes": 64 * MIB, "available_bytes": 40 * MIB}},
+    "tmpfs": {"kind": "tmpfs"},
+    "nfs": {"kind": "nfs4"},
+    "no disk": {"speed": lambda *_: NONE, "takes_direct": NONE, "preallocates": NONE},
+    "full disk": {"place": {"room_bytes": 10 * MIB}},
+    "unknown disk": {"place": {"room_bytes": NONE, "free_bytes": NONE, "total_bytes": NONE}},
+    "no direct": {"speed": lambda mode, *_: 1e9 if mode is IoMode.MMAP else NONE, "takes_direct": NONE},
+    "only direct": {"speed": lambda mode, *_: 1e9 if mode is IoMode.DIRECT else NONE},
+    "mmap": {"speed": lambda mode, *_: 2e9 if mode is IoMode.MMAP else 1e9},
+    "needs depth": {"speed": NEEDS_DEPTH},
+    "needs length": {"speed": lambda mode, size, depth: size * 1e3},
+    "slow": {"speed": lambda *_: 1e6},
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("path", [None, Path("/tmp")], ids=["no path", "a path"])
+def test_every_proposal_loads_gives_reasons_and_fits(name: str, path: Path | None) -> None:
+    machine = facts(**MACHINES[name])
+    proposal = propose(machine, path)
+    assert load_config(yaml.safe_load(proposal.yaml)) == proposal.config
+    for line in proposal.yaml.splitlines():
+        assert re.search(r"# \S", line) or line.endswith(":"), line
+    assert verdict.problems(proposal.config, machine) == []
+    printed = io.StringIO()
+    report = Report(machine, proposal, "", [], verdict.warnings(machine, proposal.config), False, 1.0)
+    print_report(report, Console(file=printed, width=200))
+    assert proposal.yaml in printed.getvalue()
+    json.dumps(report.document(), allow_nan=False)
+
+
+def nvme_of(proposal: Proposal) -> Any:
+    return proposal.values["tiers"].get("nvme")
+
+
+def test_budgets_come_from_what_is_free() -> None:
+    plain, with_cuda = propose(facts(), None).config.tiers, propose(facts(gpus=cuda()), None).config.tiers
+    assert 0.9 < plain.gpu.budget.resolve(0) / (0.4 * 60 * GIB) <= 1
+    assert 0.9 < plain.budget(Tier.CPU).resolve(0) / (0.1 * 60 * GIB) <= 1
+    assert str(with_cuda.gpu.budget) == "60%"
+    assert with_cuda.budget(Tier.CPU).resolve(0) == 30 * GIB
+    assert with_cuda.budget(Tier.NVME).resolve(0) == 175 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "io"),
+    [("good", "direct"), ("mmap", "mmap"), ("no direct", "mmap"), ("only direct", "direct"), ("needs depth", "direct")],
+)
+def test_io_is_the_faster_one(name: str, io: str) -> None:
+    proposal = propose(facts(**MACHINES[name]), None)
+    assert nvme_of(proposal)["io"] == io
+
+
+@pytest.mark.parametrize("name", ["tmpfs", "no disk", "full disk", "unknown disk"])
+def test_no_nvme_tier_where_there_is_no_disk_for_it(name: str) -> None:
+    proposal = propose(facts(**MACHINES[name]), None)
+    assert nvme_of(proposal) is None
+    assert "# no nvme tier: " in proposal.yaml
+
+
+def test_bandwidths_set_block_size_and_read_ahead() -> None:
+    names = ("good", "needs length", "needs depth")
+    good, long, deep = (propose(facts(**MACHINES[name]), None).values for name in names)
+    assert (good["block_tokens"], long["block_tokens"]) == (128, 512)
+    assert (good["prefetch"]["depth"], good["io_threads"]) == (2, 4)
+    assert (deep["prefetch"]["depth"], deep["io_threads"]) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"kind": "tmpfs"}, "files there are memory"),
+        ({"kind": "nfs4"}, "network file system"),
+        ({"kind": "overlay"}, "overlay"),
+        ({"speed": lambda *_: 1e6}, "too slow"),
+        ({"speed": lambda *_: NONE}, "could not be measured: for a reason"),
+        ({"takes_direct": NONE}, "does not take O_DIRECT"),
+        ({"preallocates": False}, "cannot preallocate"),
+        ({"gpus": cuda()}, "RLIMIT_MEMLOCK is 8 MiB"),
+        ({"limits": {"num_files": 64}}, "RLIMIT_NOFILE is 64"),
+    ],
+)
+def test_warnings_in_plain_words(machine: dict[str, Any], words: str) -> None:
+    found = facts(**machine)
+    warnings = verdict.warnings(found, propose(found, None).config)
+    assert len([warning for warning in warnings if words in warning]) == 1, warnings
+
+
+@pytest.mark.parametrize("limits", [{"memlock_bytes": UNLIMITED}, {"locked_probe_bytes": 64 * MIB}])
+def test_no_warnings_about_a_good_machine(limits: dict[str, int]) -> None:
+    for machine in (facts(), facts(gpus=cuda(), limits=limits)):
+        assert verdict.warnings(machine, propose(machine, None).config) == []
+
+
+def test_the_disk_is_held_against_the_stated_prefill() -> None:
+    _, token_bytes, prefill = verdict.EXAMPLE_CUDA
+    bound = token_bytes * prefill
+    at, below = (facts(gpus=cuda(), speed=lambda *_, rate=rate: rate) for rate in (float(bound), bound - 1.0))
+    assert not [text for text in verdict.warnings(at, None) if "too slow" in text]
+    (text,) = [text for text in verdict.warnings(below, None) if "too slow" in text]
+    assert f"{prefill:,} tokens/s" in text
+
+
+@pytest.mark.parametrize(
+    ("tiers", "machine", "words"),
+    [
+        ({"gpu": {"budget": "30GiB"}}, {"gpus": cuda()}, "device memory are free"),
+        ({"gpu": {"budget": "61GiB"}}, {}, "tiers.gpu.budget 61 GiB: 61 GiB of host memory"),
+        ({"gpu": {"budget": "50%"}}, {"limits": {"available_bytes": 30 * GIB}}, "tiers.gpu.budget 32 GiB"),
+        ({"gpu": {"budget": "1GiB"}, "cpu": {"budget": "61GiB"}}, {"gpus": cuda()}, "tiers.cpu.budget 61 GiB"),
+        ({"gpu": {"budget": "1GiB"}, "nvme": {"budget": "351GiB"}}, {}, "350 GiB may be taken"),
+        (
+            {"gpu": {"budget": "1GiB"}, "nvme": {"budget": "1GiB", "io": "direct"}},
+            {"takes_direct": NONE},
+            "io is direct",
+        ),
+    ],
+)
+def test_what_speaks_against_a_config(tiers: dict[str, Any], machine: dict[str, Any], words: str) -> None:
+    (problem,) = verdict.problems(read_config({"tiers": tiers}), facts(**machine))
+    assert words in problem
+
+
+def test_what_the_tier_has_on_the_disk_already_is_its_own() -> None:
+    config = read_config({"tiers": {"gpu": {"budget": "1GiB"}, "nvme": {"budget": "360GiB"}}})
+    assert len(verdict.problems(config, facts(place={"held_bytes": 9 * GIB}))) == 1
+    assert verdict.problems(config, facts(place={"held_bytes": 10 * GIB})) == []
+
+
+def test_percentages_and_small_budgets_fit() -> None:
+    assert verdict.problems(read_config(None), facts()) == []
+    assert verdict.problems(read_config({"tiers": {"gpu": {"budget": "20GiB"}}}), facts(gpus=cuda())) == []
