@@ -87,7 +87,12 @@ FILE_IO, DIRECT, PAGE_CACHE, STAGING = (
 
 MUTANTS = [
     # the manager
-    Mutant("fork counts no holder", SEQUENCES, "residency[block].holders += 1", "residency[block].holders += 0"),
+    Mutant(
+        "fork counts no holder",
+        SEQUENCES,
+        "        for block in twin.blocks:\n            self.placement.residency[block].holders += 1",
+        "        for block in twin.blocks:\n            self.placement.residency[block].holders += 0",
+    ),
     Mutant(
         "stale tail copy kept after append",
         MANAGER,
@@ -197,8 +202,8 @@ MUTANTS = [
     Mutant(
         "join counts no holder",
         SEQUENCES,
-        "residency[kept].holders += 1",
-        "residency[kept].holders += 0",
+        "self.placement.residency[block].holders += 1\n        self.placement.release",
+        "self.placement.residency[block].holders += 0\n        self.placement.release",
     ),
     Mutant(
         "join on equal tokens alone",
@@ -359,16 +364,21 @@ MUTANTS = [
     Mutant(
         "join ignores positions",
         TABLE,
-        "self._positions[first:last].tobytes(), padding",
-        'b"", padding',
+        "self._ids[first:last], self._positions[first:last], padding)",
+        "self._ids[first:last], self._ids[first:last], padding)",
     ),
     Mutant(
         "join ignores padding",
         TABLE,
-        "self._positions[first:last].tobytes(), padding",
-        "self._positions[first:last].tobytes(), ()",
+        "self._ids[first:last], self._positions[first:last], padding)",
+        "self._ids[first:last], self._positions[first:last], [])",
     ),
-    Mutant("join of unknown ids", TABLE, "if last > len(self._ids):", "if last > self.num_tokens:"),
+    Mutant(
+        "join of unknown ids",
+        TABLE,
+        "if last > len(self._ids):\n            return None",
+        "if last > self.num_tokens:\n            return None",
+    ),
     Mutant(
         "pieces start in front of the padding",
         TABLE,
