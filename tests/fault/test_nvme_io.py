@@ -288,12 +288,13 @@ def test_staging_is_bounded_by_count(tmp_path: Path) -> None:
     def work(number: int) -> None:
         nonlocal held, most
         try:
-            for _ in range(200):
+            for _ in range(20):
                 with pool.buffer() as buffer:
                     with lock:
                         held += 1
                         most = max(most, held)
                     buffer[:8] = number
+                    time.sleep(0.001)  # so that the others want theirs meanwhile
                     assert (buffer[:8] == number).all()  # nobody else has it
                     with lock:
                         held -= 1
@@ -306,7 +307,7 @@ def test_staging_is_bounded_by_count(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert most <= 3
+    assert most == 3
     assert pool.used_bytes() <= 3 * BUFFER_BYTES
     assert pool.num_free() * BUFFER_BYTES == pool.used_bytes()
 
@@ -353,7 +354,7 @@ def test_any_range_reads_and_writes_what_a_plain_file_would(tmp_path: Path, io: 
         length = rng.choice([1, 511, 512, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, rng.randrange(1, 2 * MIB)])
         offset = rng.choice([0, PAGE_BYTES * rng.randrange(900), rng.randrange(size - length), size - length])
         offset = min(offset, size - length)
-        start = rng.choice([0, offset % PAGE_BYTES, rng.randrange(PAGE_BYTES)])
+        start = rng.choice([0, offset % PAGE_BYTES, -offset % PAGE_BYTES, rng.randrange(PAGE_BYTES)])
         memory = room[start : start + length]
         if turn % 2:
             memory[:] = np.frombuffer(rng.randbytes(length), dtype=np.uint8)
