@@ -17,6 +17,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvtier.benchmarks.conversations import Conversation, Run, Seat
+from kvtier.benchmarks.faults import load_faults
 from kvtier.benchmarks.files import write_whole
 from kvtier.benchmarks.options import SoakOptions, option, shown
 from kvtier.benchmarks.verify import Verification, Verified
@@ -80,6 +81,8 @@ class Checkpoint(_Strict):
     io: dict[str, int]
     timeline: dict[str, Any]
     verified: dict[str, Any]
+    faults: dict[str, Any] | None = None
+    """Settings and counts, as `Injection.document`; None: none are injected."""
 
     def soak_options(self, given: Mapping[str, Any]) -> SoakOptions:
         """The options of the run, which those that are `given` again may not contradict.
@@ -92,6 +95,8 @@ class Checkpoint(_Strict):
             began = getattr(options, name)
             if name == "config":  # a file may have another name now, or other contents
                 same = load_config(value).model_dump(mode="json") == self.config
+            elif name == "faults":
+                same = bool(self.faults) and load_faults(value).model_dump(mode="json") == self.faults["settings"]
             else:
                 same = value == began
             if not same:

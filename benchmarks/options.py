@@ -18,6 +18,7 @@ class SoakOptions:
     With `minutes`, sessions that have had their `turns` are ended and new ones begun until the time is up.
     `arrival`: think times between a session's turns, as `Arrival.parse` reads them.
     `verify`: all, sample (a quarter of the sessions, at least one) or none.
+    `faults`: whatever `load_faults` takes; None: no fault is injected.
     """
 
     config: Any = "quickstart"
@@ -32,6 +33,7 @@ class SoakOptions:
     seed: int = 0
     verify: str = "all"
     threads: int = 1
+    faults: Any = None
 
     def check(self) -> None:
         """Raise ConfigError for a value that cannot be used."""
@@ -47,7 +49,8 @@ class SoakOptions:
             raise ConfigError(f"--verify {self.verify}: give all, sample or none")
 
     def command(self) -> str:
-        """The command line that runs the same again; a config that is no file or preset becomes `config.yaml`."""
+        """The command line that runs the same again; a config that is no file or preset becomes `config.yaml`,
+        and faults that are no file `faults.yaml`."""
         words = ["kvtier", "soak"]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -55,6 +58,8 @@ class SoakOptions:
                 value = value if isinstance(value, str) else "config.yaml"
             elif value == field.default:
                 continue
+            elif field.name == "faults":
+                value = value if isinstance(value, str) else "faults.yaml"
             words += [option(field.name), shown(field.name, value)]
         return shlex.join(words)
 

@@ -101,6 +101,26 @@ def budget_violations(
     return found
 
 
+def num_injected(document: dict[str, Any]) -> int:
+    """Faults that were injected, of all kinds; of a run with `--faults`."""
+    return sum(document["faults"]["injected"].values())
+
+
+def faults_line(document: dict[str, Any]) -> str:
+    """What was injected into a run with `--faults`, and what came of it."""
+    injected = {name: count for name, count in document["faults"]["injected"].items() if count}
+    kinds = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in injected.items())
+    wrong = max(document["differing_tokens"], document["steps_over_tolerance"] + document["non_finite_steps"])
+    line = (
+        f"{num_injected(document):,} faults were injected into the nvme tier{f' ({kinds})' if kinds else ''}, "
+        f"{document['recomputed_blocks']:,} blocks recomputed, {wrong:,} wrong tokens of "
+        f"{document['verified_tokens']:,} verified."
+    )
+    if "silent_bit_flip" in injected:
+        line += " Silent bit flips are the negative control: nothing can notice them but the verification, which must."
+    return line
+
+
 def print_summary(console: Console, document: dict[str, Any]) -> None:
     """The report for people: the tiers, what moved, what was verified, and every problem."""
     console.print(tier_table(document["tiers"]))
@@ -109,6 +129,8 @@ def print_summary(console: Console, document: dict[str, Any]) -> None:
         f"{document['turns']} turns, {document['tokens']} tokens generated at {document['tokens_per_s']:.1f} tokens/s, "
         f"{document['recomputed_blocks']} blocks recomputed, {document['seconds']:.0f} s in all"
     )
+    if document["faults"]:
+        console.print(faults_line(document))
     console.print(
         f"memory: {mib(document['peak_memory_bytes'])} at most, {mib(document['memory_growth_bytes'])} above the "
         f"loaded model; {mib(document['tiers']['nvme']['only_copy_peak_bytes'])} lay on nvme alone at most"
@@ -123,6 +145,11 @@ def print_summary(console: Console, document: dict[str, Any]) -> None:
         console.print(
             "nothing lay on nvme alone: the budgets were large enough for these conversations. Give more or longer "
             "ones (--sessions, --context), or a config with smaller budgets",
+            style="yellow",
+        )
+    if document["faults"] and not num_injected(document):
+        console.print(
+            "no fault was injected: the rates are too low for so few reads and writes. Raise them, or give more turns",
             style="yellow",
         )
     for kind in PROBLEMS:

@@ -29,6 +29,7 @@ from kvtier.benchmarks import checkpoint as checkpoints
 from kvtier.benchmarks.checkpoint import Checkpoint, CheckpointFile
 from kvtier.benchmarks.conversations import Run
 from kvtier.benchmarks.documents import load_text
+from kvtier.benchmarks.faults import Injection, load_faults
 from kvtier.benchmarks.flatness import check_flatness
 from kvtier.benchmarks.leftovers import drop, left_over
 from kvtier.benchmarks.machine import machine, versions
@@ -95,6 +96,9 @@ class _Soak:
     ) -> None:
         self.options, self.console, self.file = options, console, file
         self.config = load_config(saved.config if saved else options.config)  # before the wait for the model
+        faults = (saved.faults or {}).get("settings") if saved else options.faults
+        self.fault_settings = None if faults is None else load_faults(faults, self.config)
+        self.injection: Injection | None = None
         text = load_text(options.documents)
         torch.set_num_threads(options.threads)
         self.loaded = loaded = loaded or load_model(options.model, console)
@@ -141,6 +145,8 @@ class _Soak:
         self.watch = Watch(self.loaded.model.device.type == "cpu", self.earlier)
         self.run.tiered = tiered = TieredKV(self.loaded.model, self.config)
         try:
+            if self.fault_settings:
+                self.injection = Injection(self.fault_settings, tiered, self.earlier and self.earlier.faults)
             self.stats = self.run.stats()
             folder = self.stats["tiers"]["nvme"].get("folder")
             self._watched(folder)
@@ -148,6 +154,8 @@ class _Soak:
             self.problems["budget_violations"] = self.watch.violations(self.stats)
             leaks = drop(self.run)
         finally:
+            if self.injection:
+                self.injection.release()
             tiered.close()
         is_temporary = self.config.tiers.nvme is not None and self.config.tiers.nvme.path is None
         leaks += left_over(self.watch.fds, self.watch.threads, Path(folder) if folder and is_temporary else None)
@@ -216,6 +224,7 @@ class _Soak:
             io=self.watch.io,
             timeline=self.timeline.as_json(),
             verified=checkpoints.verified_as_json(self.verified),
+            faults=self.injection and self.injection.document(),
         )
         self.file.save(saved)
         self.last_saved = saved
@@ -256,6 +265,7 @@ class _Soak:
             **dataclasses.asdict(result),
             **problems,
             "flatness": flat.as_json(),
+            "faults": self.injection and self.injection.document(),
             "recomputed_blocks": stats["recomputed_blocks"],
             "tokens_per_s": run.tokens / run.generate_s if run.generate_s else 0.0,
             "decode_tokens_per_s": run.decode_tokens / run.decode_s if run.decode_s else 0.0,

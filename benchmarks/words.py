@@ -6,7 +6,7 @@ from typing import Any
 
 from kvtier.benchmarks.flatness import MIN_SECONDS
 from kvtier.benchmarks.monitor import EDGES, TIERS
-from kvtier.benchmarks.report import PROBLEMS
+from kvtier.benchmarks.report import PROBLEMS, faults_line, num_injected
 
 Document = dict[str, Any]
 
@@ -46,7 +46,9 @@ def headline(document: Document) -> str:
 
 def paragraph(document: Document) -> str:
     """What ran, what went through NVMe, whether every token is right, whether it stayed in bounds, what was slow."""
-    return " ".join([_what_ran(document), _nvme(document), _tokens(document), _bounds(document), _slowest(document)])
+    faults = [faults_line(document)] if document["faults"] else []
+    parts = [_what_ran(document), _nvme(document), *faults, _tokens(document), _bounds(document), _slowest(document)]
+    return " ".join(parts)
 
 
 def problems(document: Document) -> list[str]:
@@ -65,7 +67,7 @@ def problems(document: Document) -> list[str]:
 
 def key_figures(document: Document) -> list[tuple[str, str]]:
     """Names and values for a small table."""
-    tiers = document["tiers"]
+    tiers, faults = document["tiers"], document["faults"]
     return [
         ("Turns, sessions", f"{counted(document['turns'], 'turn')} of {counted(_num_sessions(document), 'session')}"),
         ("Tokens generated", f"{document['tokens']:,}"),
@@ -83,6 +85,7 @@ def key_figures(document: Document) -> list[tuple[str, str]]:
                                           f"{size(document['memory_allowed_growth_bytes'])}"),
         ("Only on NVMe at most", size(tiers["nvme"].get("only_copy_peak_bytes", 0))),
         ("NVMe folder at most (du)", f"{size(document['nvme_disk_peak_bytes'])} of {size(_budget(document, 'nvme'))}"),
+        *([("Faults injected", f"{num_injected(document):,}")] if faults else []),
         ("Blocks recomputed", f"{document['recomputed_blocks']:,}"),
     ]  # fmt: skip
 

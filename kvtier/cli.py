@@ -80,6 +80,9 @@ def soak(
     seed: Annotated[int, typer.Option(help="Draws the texts, the facts, the order of turns and think times.")] = 0,
     verify: Annotated[Verify, typer.Option(help="Sessions to check against the plain model.")] = Verify.ALL,
     threads: Annotated[int, typer.Option(help="torch's threads.")] = 1,
+    faults: Annotated[
+        str | None, typer.Option(metavar="FILE.yaml", help="Inject faults into the nvme tier, as this file says.")
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a page with plots there, for people.")
     ] = None,
@@ -125,6 +128,7 @@ def soak(
         "seed": seed,
         "verify": verify.value,
         "threads": threads,
+        "faults": faults,
     }
     saved: Any = None
     if resume_from:

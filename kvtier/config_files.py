@@ -85,7 +85,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def parse_yaml(text: str, where: str) -> Mapping[str, Any]:
+def parse_yaml(text: str, where: str, example: str = "tiers: {gpu: {budget: 1GiB}}") -> Mapping[str, Any]:
     try:
         # A SafeLoader: it builds plain values only.
         document = yaml.load(text, _Loader)
@@ -95,7 +95,5 @@ def parse_yaml(text: str, where: str) -> Mapping[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{where}: is not YAML: {error}") from None
     if not isinstance(document, Mapping):
-        raise ConfigError(
-            f"{where}: must be a mapping such as `tiers: {{gpu: {{budget: 1GiB}}}}`, got {document!r:.80}"
-        )
+        raise ConfigError(f"{where}: must be a mapping such as `{example}`, got {document!r:.80}")
     return document

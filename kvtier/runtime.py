@@ -287,6 +287,16 @@ class Runtime:
                 "tiers.gpu.untiered_frac, drop caches, or use fewer rows"
             )
 
+    def interpose(self, tier: Tier, wrap: Callable[[Store], Store]) -> None:
+        """Let every transfer of a tier go through `wrap(store)`, between steps; as `TransferEngine.interpose`.
+
+        Not for users: it is how the soak injects faults, without this package knowing of them.
+        """
+        with self.turn:
+            self.check_open()
+            assert self._engine is not None  # it is open
+            self._engine.interpose(tier, wrap)
+
     # -- what users see -----------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -31,6 +31,18 @@ class TransferEngine:
         self._in_flight = 0
         self._running: set[int] = set()
         self._closed = False
+
+    def interpose(self, tier: Tier, wrap: Callable[[Store], Store]) -> None:
+        """Read and write a tier through `wrap(store)` from here on: for faults injected on purpose, and for probes.
+
+        The engine alone sees the wrapper: whoever made the store still asks it, and closes it.
+
+        Raises:
+            KeyError: there is no such tier. ClosedError: after `close`.
+        """
+        if self._closed:
+            raise ClosedError("the transfer engine is closed")
+        self._stores[tier] = wrap(self._stores[tier])
 
     def start(self, moves: Sequence[Move]) -> None:
         """Queue moves; returns at once."""

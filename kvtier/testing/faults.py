@@ -7,6 +7,7 @@ import errno
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvtier.types import Slot, SlotLabel
 
 
 class Fault(enum.Enum):
-    """What can go wrong in one call. The first three spoil reads, NO_SPACE writes, EIO and DELAY both."""
+    """What can go wrong in one call. The first three spoil reads, NO_SPACE and TORN_WRITE writes, the others both."""
 
     BIT_FLIP = "bit_flip"
     """One bit of the result is wrong, and the store's checksum sees it: ChecksumError."""
@@ -32,14 +33,20 @@ class Fault(enum.Enum):
     """The call takes `delay_s` longer and then succeeds."""
     NO_SPACE = "no_space"
     """NoSpaceError; slots below this one have backing. The slot holds nothing readable."""
+    TORN_WRITE = "torn_write"
+    """The write returns as if all were well. Until the slot is written again, reads find half of it: ChecksumError."""
+    HANG = "hang"
+    """The call waits until `release()` is called or `hang_s` has passed, and then succeeds."""
 
 
-_OF_READS = (Fault.BIT_FLIP, Fault.SILENT_BIT_FLIP, Fault.SHORT_READ, Fault.EIO, Fault.DELAY)
-_OF_WRITES = (Fault.EIO, Fault.NO_SPACE, Fault.DELAY)
+_OF_READS = (Fault.BIT_FLIP, Fault.SILENT_BIT_FLIP, Fault.SHORT_READ, Fault.EIO, Fault.DELAY, Fault.HANG)
+_OF_WRITES = (Fault.EIO, Fault.NO_SPACE, Fault.TORN_WRITE, Fault.DELAY, Fault.HANG)
 
 
 class FaultyStore(Store):
     """Passes every call to `inner` and spoils some: at given rates, or at given calls. Extras (`keys`, …) pass through.
+
+    `inner` itself is never damaged: what it holds is whole, so that nothing wrong is left in files that persist.
 
     Attributes:
         num_calls: reads, slice reads and writes so far; the next call has this index.
@@ -53,20 +60,35 @@ class FaultyStore(Store):
         rates: Mapping[Fault, float] | None = None,
         at_calls: Mapping[int, Fault] | None = None,
         delay_s: float = 0.01,
+        hang_s: float = 1.0,
     ) -> None:
-        """`rates`: chance per call that a fault can spoil. `at_calls`: by call index from 0, reads and writes alike."""
+        """`rates`: chance per call that a fault can spoil. `at_calls`: by call index from 0, reads and writes alike.
+
+        With the same seed and rates the same sequence of reads and writes meets the same faults.
+        """
         self.inner = inner
         self.tier = inner.tier
         self.shape = inner.shape
         self.num_slots = inner.num_slots
         self.rates = dict(rates or {})
         self.at_calls = dict(at_calls or {})
-        self.delay_s = delay_s
+        self.delay_s, self.hang_s = delay_s, hang_s
         self.num_calls = 0
         self.injected: list[tuple[int, Fault]] = []
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._lost: set[int] = set()  # slots whose last write was spoilt
+        self._lost: set[int] = set()  # slots whose last write failed
+        self._torn: set[int] = set()  # and those where half of it was silently left out
+        self._released = threading.Event()
+
+    def counts(self) -> dict[Fault, int]:
+        """How often each fault was injected so far; those that never were are not in it."""
+        with self._lock:
+            return dict(Counter(fault for _, fault in self.injected))
+
+    def release(self) -> None:
+        """End every hang, and let no later call hang."""
+        self._released.set()
 
     def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         faults = self._next_faults(_OF_WRITES)
@@ -78,6 +100,10 @@ class FaultyStore(Store):
             raise NoSpaceError(f"fake: no space for slot {slot}", available_slots=slot)
         self.inner.write(slot, block, label)
         self._lost.discard(slot)
+        if Fault.TORN_WRITE in faults:
+            self._torn.add(slot)
+        else:
+            self._torn.discard(slot)
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
         faults = self._next_faults(_OF_READS)
@@ -109,12 +135,16 @@ class FaultyStore(Store):
         with self._lock:
             index = self.num_calls
             self.num_calls += 1
-            faults = {fault for fault in possible if self._random.random() < self.rates.get(fault, 0.0)}
+            # One draw for each fault that has a rate: a new kind of fault changes nothing where it is not asked for.
+            rates = ((fault, self.rates.get(fault, 0.0)) for fault in possible)
+            faults = {fault for fault, rate in rates if rate and self._random.random() < rate}
             if self.at_calls.get(index) in possible:
                 faults.add(self.at_calls[index])
             self.injected += [(index, fault) for fault in possible if fault in faults]
         if Fault.DELAY in faults:
             time.sleep(self.delay_s)
+        if Fault.HANG in faults:
+            self._released.wait(self.hang_s)
         return faults
 
     def _check_readable(self, slot: Slot) -> None:
@@ -128,6 +158,9 @@ class FaultyStore(Store):
         if Fault.SHORT_READ in faults:
             out[out.numel() // 2 :].fill_(0xEE)
             raise ShortReadError(f"fake: slot {slot} gave {out.numel() // 2} of {out.numel()} bytes")
+        if slot in self._torn:
+            out[out.numel() // 2 :].fill_(0xEE)
+            raise ChecksumError(f"fake: only half of slot {slot} was written")
         if faults & {Fault.BIT_FLIP, Fault.SILENT_BIT_FLIP}:
             with self._lock:
                 bit = self._random.randrange(out.numel() * 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -9,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,61 @@ def test_silent_flips_change_one_bit() -> None:
     changed = read(store, 0) ^ block
     assert int(changed.count_nonzero()) == 1
     assert int(changed.max()).bit_count() == 1
+
+
+def test_a_torn_write_is_noticed_by_reads_until_the_slot_is_written_again() -> None:
+    inner = NullStore(SHAPES["plain"], 3, Tier.NVME)
+    store = FaultyStore(inner, seed=1, at_calls={0: Fault.TORN_WRITE, 4: Fault.TORN_WRITE})
+    block, half = random_block(store, 1), inner.shape.block_bytes // 2
+    store.write(Slot(0), block)
+    store.write(Slot(1), block)
+    out = torch.empty_like(block)
+    with pytest.raises(ChecksumError, match="half of slot 0"):
+        store.read(Slot(0), out)
+    assert torch.equal(out[:half], block[:half]) and not torch.equal(out[half:], block[half:])
+    with pytest.raises(ChecksumError):
+        store.read_slice(Slot(0), 0, torch.empty(store.shape.slice_bytes, dtype=torch.uint8))
+    assert torch.equal(read(inner, 0), block), "what the files hold is whole"
+    store.write(Slot(1), block)
+    with pytest.raises(ChecksumError):
+        read(store, 1)
+    for slot in (0, 1):
+        store.write(Slot(slot), block)
+        assert torch.equal(read(store, slot), block)
+
+
+def test_a_hang_ends_by_itself_or_when_released() -> None:
+    store = FaultyStore(NullStore(SHAPES["plain"], 3, Tier.NVME), seed=1, rates={Fault.HANG: 1.0}, hang_s=0.02)
+    block = random_block(store, 1)
+    store.write(Slot(0), block)  # this one by itself
+    store.hang_s = 3600
+    reader = threading.Thread(target=read, args=(store, 0), daemon=True)
+    reader.start()
+    reader.join(0.1)
+    assert reader.is_alive()
+    store.release()
+    reader.join(60)
+    assert not reader.is_alive()
+    assert torch.equal(read(store, 0), block)  # nothing hangs any more
+    assert store.counts() == {Fault.HANG: 3}
+
+
+def test_the_same_seed_and_calls_meet_the_same_faults() -> None:
+    def injected(seed: int) -> list[tuple[int, Fault]]:
+        rates = dict.fromkeys(Fault, 0.1)
+        store = FaultyStore(NullStore(SHAPES["plain"], 3, Tier.NVME), seed, rates, delay_s=0.0, hang_s=0.0)
+        block = random_block(store, 1)
+        for call in range(200):
+            with contextlib.suppress(StoreError):
+                if call % 3 == 0:
+                    store.write(Slot(call % 2), block)
+                else:
+                    read(store, call % 2)
+        return store.injected
+
+    first = injected(7)
+    assert first == injected(7) and first != injected(8)
+    assert {fault for _, fault in first} == set(Fault)
 
 
 def move(move_id: int, source_slot: int, dest_slot: int, dest: Tier = Tier.CPU) -> Move:

@@ -44,6 +44,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "leaks": [],
         "growth": [],
         "flatness": {"seconds": 0.0, "series": []},
+        "faults": None,
         "recomputed_blocks": 0,
         "tokens_per_s": 5.0,
         "decode_tokens_per_s": 11.0,
