@@ -18,7 +18,7 @@ class Codec(ABC):
     """
 
     number: int
-    """What the headers on disk call it (docs/nvme-format.md). Never given to another codec."""
+    """What the headers on disk call it and all that it must know (docs/nvme-format.md). Never given to another."""
 
     @abstractmethod
     def encode(self, data: Bytes) -> Bytes:

@@ -15,6 +15,9 @@ import zstandard
 
 from kvtier.codecs.base import Bytes, Codec
 
+NUMBERS = {element_bytes: 1 | element_bytes << 8 for element_bytes in (2, 4)}
+"""The codec's number by the size of an element: each slot on disk says how it is read."""
+
 _LEVEL = 1  # higher ones take longer and gain nothing here
 _LENGTH = struct.Struct("<I")
 
@@ -29,10 +32,9 @@ class ZstdCodec(Codec):
     release the GIL. It allocates twice the bytes of a slice.
     """
 
-    number = 1
-
     def __init__(self, element_bytes: int) -> None:
         """`element_bytes`: 2 or 4."""
+        self.number = NUMBERS[element_bytes]
         self._dtype = np.dtype(f"<u{element_bytes}")
         self._local = threading.local()  # zstandard's objects are not for two threads at once
 
