@@ -91,11 +91,16 @@ class ShortReadError(StoreError):
 
 
 class NoSpaceError(StoreError):
-    """The tier's medium is full. `available_slots` slots have backing."""
+    """The tier's medium is full. `available_slots` slots have backing.
 
-    def __init__(self, message: str, available_slots: int) -> None:
+    `retires_slot`: not the one that was written, though it is below that. It holds nothing, and what it took serves the
+    others from now on.
+    """
+
+    def __init__(self, message: str, available_slots: int, retires_slot: bool = False) -> None:
         super().__init__(message)
         self.available_slots = available_slots
+        self.retires_slot = retires_slot
 
 
 class TransferTimeoutError(KVTierError, TimeoutError):

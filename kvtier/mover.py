@@ -183,15 +183,23 @@ class Mover:
         abandoned = move.move_id in self._abandoned
         self._abandoned.discard(move.move_id)
         if record.holders == 0:  # released while it moved
-            self.pools[move.dest].give_back(move.dest_slot)
+            self._put_back(result)
             self._forget(move.block)
             return
         if result.status is not MoveStatus.DONE or abandoned:
-            self.pools[move.dest].give_back(move.dest_slot)
+            self._put_back(result)
         elif move.purpose is not MovePurpose.COPY_TAIL:
             self.add_copy(move.block, move.dest, move.dest_slot)
             if move.purpose is MovePurpose.DEMOTE and not record.pins[move.source]:
                 self.drop_copy(move.block, move.source)
+
+    def _put_back(self, result: MoveResult) -> None:
+        """The destination's slot is not needed, or not to be had."""
+        pool, slot = self.pools[result.move.dest], result.move.dest_slot
+        if result.status is MoveStatus.NO_SPACE and result.retires_slot:
+            pool.retire(slot)
+        else:
+            pool.give_back(slot)
 
     def _note_failure(self, result: MoveResult) -> None:
         move = result.move
@@ -203,7 +211,7 @@ class Mover:
             pool.lower_ceiling(result.available_slots)
             logger.warning(
                 "the %s tier has room for %d blocks instead of %d (%s); going on with that",
-                move.dest.label, pool.ceiling, pool.num_slots, result.error,
+                move.dest.label, pool.ceiling - result.retires_slot, pool.num_slots, result.error,
             )  # fmt: skip
         else:
             if move.dest < move.source:

@@ -235,7 +235,11 @@ class Runtime:
 
     def _nvme_store(self, nvme: NvmeTierConfig, num_bytes: int, root: Path) -> NvmeStore:
         page_cache_bytes = nvme.page_cache.resolve(system.memory_limit_bytes())
-        ways: dict[str, Any] = {"io": nvme.io, "page_cache_bytes": page_cache_bytes}
+        ways: dict[str, Any] = {
+            "io": nvme.io,
+            "page_cache_bytes": page_cache_bytes,
+            "compression": nvme.compression,
+        }
         if nvme.path is None:
             return NvmeStore(self.group.shape, num_bytes, _own_folder(root), persistent=False, **ways)
         shares = root / "shares"

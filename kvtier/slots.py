@@ -30,12 +30,13 @@ class SlotPool:
         self._held: deque[int] = deque()  # in the order to hand out
         self._is_held: set[int] = set()
         self._num_passed = 0  # held slots below _fresh
+        self._retired: set[int] = set()  # below _ceiling, and never handed out again
         self.peak_used = 0
 
     @property
     def ceiling(self) -> int:
         """Slots that may be used: `num_slots`, or fewer once the medium turned out smaller."""
-        return self._ceiling
+        return self._ceiling - len(self._retired)
 
     @property
     def num_free(self) -> int:
@@ -50,7 +51,7 @@ class SlotPool:
     @property
     def used_frac(self) -> float:
         """Used share of the ceiling; 1.0 for a tier without slots."""
-        return len(self._taken) / self._ceiling if self._ceiling else 1.0
+        return len(self._taken) / self.ceiling if self.ceiling else 1.0
 
     def take(self) -> Slot | None:
         """Hand out the lowest free slot that is not held back, then the first that is, or None when there is none."""
@@ -83,6 +84,18 @@ class SlotPool:
         if slot < self._ceiling:
             heapq.heappush(self._free, slot)
 
+    def retire(self, slot: Slot) -> None:
+        """Take a slot back for good: the medium has no room for it.
+
+        Raises:
+            IntegrityError: the slot was not handed out; nothing changed.
+        """
+        self.give_back(slot)
+        if slot < self._ceiling:
+            self._free.remove(slot)
+            heapq.heapify(self._free)
+            self._retired.add(slot)
+
     def hold_back(self, slots: Sequence[Slot]) -> None:
         """Hand these out last, in this order. In place of what was said before; O(slots).
 
@@ -101,6 +114,7 @@ class SlotPool:
         self._ceiling = min(self._ceiling, max(0, num_slots))
         self._free = [slot for slot in self._free if slot < self._ceiling]
         heapq.heapify(self._free)
+        self._retired = {slot for slot in self._retired if slot < self._ceiling}
         self.hold_back([Slot(slot) for slot in self._held])
 
     def check_integrity(self) -> None:
@@ -112,11 +126,13 @@ class SlotPool:
         num_passed = sum(slot < self._fresh for slot in self._held)
         if len(self._held) != len(self._is_held) or self._is_held & (free | self._taken):
             raise IntegrityError("a slot is held back twice, or free or in use as well")
-        num_known = len(free) + len(below) + num_passed
+        if self._retired & (free | self._taken | self._is_held):
+            raise IntegrityError("a retired slot is free, held back or in use")
+        num_known = len(free) + len(below) + num_passed + len(self._retired)
         if num_known != min(self._fresh, self._ceiling) or any(slot >= self._ceiling for slot in free):
             raise IntegrityError(
-                f"{len(free)} free + {len(below)} used + {num_passed} held slots are not {self._fresh} of "
-                f"{self._ceiling}"
+                f"{len(free)} free + {len(below)} used + {num_passed} held + {len(self._retired)} retired slots are "
+                f"not {self._fresh} of {self._ceiling}"
             )
         if num_passed != self._num_passed:
             raise IntegrityError(f"{num_passed} slots are held back, {self._num_passed} were counted")

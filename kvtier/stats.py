@@ -7,7 +7,7 @@ from typing import Any
 from kvtier.runtime import Runtime
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slab import SlabStore
-from kvtier.types import Tier
+from kvtier.types import Compression, Tier
 
 
 def stats(runtime: Runtime) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     return {**stats, **_of_nvme(runtime, tier)}
 
 
-def _of_nvme(runtime: Runtime, tier: Tier) -> dict[str, int]:
+def _of_nvme(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     if tier is not Tier.NVME:
         return {}
     each = runtime.group.shape.block_bytes
@@ -81,6 +81,8 @@ def _of_nvme(runtime: Runtime, tier: Tier) -> dict[str, int]:
     return {
         "found": found,
         "quarantined": quarantined,
+        "compression": (store.compression if isinstance(store, NvmeStore) else Compression.NONE).value,
+        "stored_frac": store.stored_frac if isinstance(store, NvmeStore) else 1.0,
         "only_copy_bytes": runtime.placement.residency.num_only_nvme * each,
         "only_copy_peak_bytes": runtime.metrics.only_copy_peak_blocks * each,
     }

@@ -112,7 +112,7 @@ class TransferEngine:
                 stream.synchronize()
             result = MoveResult(move, MoveStatus.DONE)
         except NoSpaceError as error:
-            result = MoveResult(move, MoveStatus.NO_SPACE, str(error), error.available_slots)
+            result = MoveResult(move, MoveStatus.NO_SPACE, str(error), error.available_slots, error.retires_slot)
         except BaseException as error:  # whatever it is, the move must be reported: an unreported one is a hang
             result = MoveResult(move, MoveStatus.FAILED, f"{type(error).__name__}: {error}")
         self._running.discard(move.move_id)

@@ -97,6 +97,15 @@ class Survives(enum.Enum):
     """The death of the machine: each block is flushed to the medium, then its header."""
 
 
+class Compression(enum.Enum):
+    """How blocks lie in the nvme tier's files. Both give the same bytes back."""
+
+    NONE = "none"
+    """As they are."""
+    ZSTD = "zstd"
+    """Each slice in planes, sign and exponent through zstd; as it is where that does not pay."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers of one kind on one device, whose blocks live and die together.
@@ -179,13 +188,15 @@ class MoveStatus(enum.Enum):
 class MoveResult:
     """The outcome of one move. `error` is a sentence for people, empty when DONE.
 
-    `available_slots` is how many of the destination's slots have backing: meaningful with NO_SPACE only.
+    With NO_SPACE only: `available_slots` is how many of the destination's slots have backing, and `retires_slot` says
+    that the move's own slot, though below that, cannot be had.
     """
 
     move: Move
     status: MoveStatus
     error: str = ""
     available_slots: int = 0
+    retires_slot: bool = False
 
 
 class Engine(Protocol):

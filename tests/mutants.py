@@ -33,6 +33,7 @@ STORE_TESTS = (
     "tests/fault/test_restart.py", "tests/fault/test_power_loss.py",
 )  # fmt: skip
 IO_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_io.py")
+SPARSE_TESTS = ("tests/fault/test_compression.py",)
 TENSOR_TESTS = ("tests/property/test_attention.py", "tests/property/test_open_step.py")
 
 # Loaded by pytest in the copy: whatever the editable install points to, the mutated file must be what is tested. A
@@ -64,6 +65,8 @@ class Mutant:
             return TENSOR_TESTS
         if self.file in (FILE_IO, DIRECT, PAGE_CACHE, STAGING):
             return IO_TESTS
+        if self.file in (SPARSE, PAYLOAD):
+            return SPARSE_TESTS
         return STORE_TESTS if self.file.startswith("kvtier/stores/") else CORE_TESTS
 
     @property
@@ -84,6 +87,7 @@ SPACE, OPEN, INDEX, HEADERS, FORMAT = (
 FILE_IO, DIRECT, PAGE_CACHE, STAGING = (
     f"kvtier/stores/{name}.py" for name in ("file_io", "direct_io", "page_cache", "staging")
 )
+SPARSE, PAYLOAD = "kvtier/stores/nvme_sparse.py", "kvtier/stores/slot_payload.py"
 
 MUTANTS = [
     # the manager
@@ -455,26 +459,26 @@ MUTANTS = [
     Mutant(
         "nvme slice read from the next one's place",
         NVME,
-        "self._read(segment, slot, start + layer * self.shape.slice_bytes, data)",
-        "self._read(segment, slot, start + (layer + 1) * self.shape.slice_bytes, data)",
+        "self._read(segment, slot, start + offset_bytes, stored)",
+        "self._read(segment, slot, start + offset_bytes + num_bytes, stored)",
     ),
     Mutant(
         "nvme slots of a segment one too few",
         SPACE,
-        "PAGE_BYTES + (slot - self._first_slots[index]) * self._geometry.slot_bytes",
-        "PAGE_BYTES + max(0, slot - self._first_slots[index] - 1) * self._geometry.slot_bytes",
+        "PAGE_BYTES + number * self._geometry.slot_bytes",
+        "PAGE_BYTES + max(0, number - 1) * self._geometry.slot_bytes",
     ),
     Mutant(
         "nvme slot readable after a write that failed",
         INDEX,
-        "            self._checksums.pop(slot, None)\n",
-        "            self._checksums.get(slot, None)\n",
+        "            self._payloads.pop(slot, None)\n",
+        "            self._payloads.get(slot, None)\n",
     ),
     Mutant(
         "nvme slot found while it is written",
         INDEX,
-        "            self._checksums.pop(slot, None)\n            self._forget(slot)\n",
-        "            self._checksums.pop(slot, None)\n",
+        "            self._payloads.pop(slot, None)\n            self._forget(slot)\n",
+        "            self._payloads.pop(slot, None)\n",
     ),
     Mutant("nvme header not taken back", HEADERS, "if self._index.is_on_disk(slot):", "if not slot < 1 << 60:"),
     Mutant(
@@ -511,7 +515,7 @@ MUTANTS = [
     Mutant(
         "nvme segments not preallocated",
         FOLDER,
-        "in the middle of a write.\n            os.posix_fallocate(fd, 0, num_bytes)",
+        "in the middle of a write.\n            os.posix_fallocate(fd, 0, PAGE_BYTES if sparse else num_bytes)",
         "in the middle of a write.\n            os.ftruncate(fd, num_bytes)",
     ),
     Mutant("nvme short reads believed", FILE_IO, "if done + got >= needed_bytes:", "if done + got >= 0:"),
@@ -543,6 +547,86 @@ MUTANTS = [
         PAGE_CACHE,
         "        if is_dirty:\n",
         "        if False:\n",
+    ),
+    # compressed slots
+    Mutant("sparse budget not asked", SPARSE, "return fits_budget and self", "return self"),
+    Mutant(
+        "sparse pages counted after they are allocated",
+        SPARSE,
+        "                pages.set(local, wanted)\n        try",
+        "                pass\n        try",
+    ),
+    Mutant("sparse surplus kept", SPARSE, "elif held - wanted > wanted // _SLACK:", "elif held < wanted:"),
+    Mutant(
+        "sparse refused slot keeps its pages",
+        SPARSE,
+        "                self._shrink(segment, start, pages, local, 0)\n                raise self._refusal(slot, f",
+        "                raise self._refusal(slot, f",
+    ),
+    Mutant(
+        "sparse half allocation stays",
+        SPARSE,
+        "            self._shrink(segment, start, pages, local, 0)  # some of it may",
+        "            pages.set(local, 0)  # some of it may",
+    ),
+    Mutant(
+        "sparse refusal forgotten",
+        SPARSE,
+        "self._ceiling = min(self._ceiling, available)",
+        "self._ceiling = self.num_slots",
+    ),
+    Mutant(
+        "sparse slot retired though it is the last",
+        SPARSE,
+        "retires_slot=slot < available",
+        "retires_slot=slot <= available",
+    ),
+    Mutant(
+        "sparse excess not measured",
+        SPARSE,
+        "self.excess_bytes = max(0, allocated",
+        "self.excess_bytes = min(0, allocated",
+    ),
+    Mutant(
+        "sparse leftovers kept at an open", SPARSE, "        if start > end:\n", "        if start > end + (1 << 60):\n"
+    ),
+    Mutant(
+        "sparse holes of copies not filled",
+        SPARSE,
+        "if segment.allocated_bytes() < int(pages.sum() + 1) * PAGE_BYTES:",
+        "if segment.allocated_bytes() < 0:",
+    ),
+    Mutant("encoded last page not cleared", PAYLOAD, "data[end : whole_pages(end)] = 0", "data[end:end] = 0"),
+    Mutant(
+        "encoded slices decoded as the store's own elements",
+        PAYLOAD,
+        "self._codecs[codec].decode",
+        "(self._encoder or self._codecs[codec]).decode",
+    ),
+    Mutant(
+        "encoded slice decoded unverified",
+        NVME,
+        "        _verify(stored, payload.checksums[layer], slot, layer, segment)\n",
+        "",
+    ),
+    Mutant(
+        "crafted offsets of slices believed",
+        FORMAT,
+        '        good &= (table["offset"] == _starts(stored)).all(axis=1)\n',
+        "",
+    ),
+    Mutant(
+        "crafted lengths of slices believed",
+        FORMAT,
+        "((stored >= 1) & (stored <= self.slice_bytes))",
+        "(stored == stored)",
+    ),
+    Mutant("retired slot handed out again", SLOTS, "            self._free.remove(slot)\n", ""),
+    Mutant(
+        "a slot without room tried for ever",
+        MOVER,
+        "result.status is MoveStatus.NO_SPACE and result.retires_slot",
+        "result.status is None and result.retires_slot",
     ),
     Mutant("gpu values over keys", GPU, "offset_bytes + shape.key_bytes,", "offset_bytes,"),
     Mutant(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, FolderInUseError, StoreError
 from kvtier.stores.buffered_io import BufferedIo
-from kvtier.stores.file_io import FileIo
+from kvtier.stores.file_io import PAGE_BYTES, FileIo
 from kvtier.stores.folder_entries import (
     LOCK_NAME,
     NAMESPACE_NAME,
@@ -25,7 +25,7 @@ from kvtier.stores.folder_entries import (
     entry_kind,
     namespace_name,
 )
-from kvtier.stores.segment import Segment
+from kvtier.stores.segment import Segment, punch_hole
 
 _RUN_NAME = re.compile(r"run-\d+-[0-9a-f]+")
 _FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -122,8 +122,8 @@ class OwnedFolder:
         """A descriptor for reading a file of the folder, the caller's to close. Raises OSError."""
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
 
-    def adopt(self, name: str, num_bytes: int) -> Segment:
-        """A segment of `num_bytes` from a file that is there: cut to that length, its holes allocated.
+    def adopt(self, name: str, num_bytes: int, *, sparse: bool = False) -> Segment:
+        """A segment of `num_bytes` from a file that is there: cut to that length, unless `sparse` its holes allocated.
 
         Raises OSError; the file is still there then.
         """
@@ -132,12 +132,23 @@ class OwnedFolder:
             status = os.fstat(fd)
             if status.st_size != num_bytes:
                 os.ftruncate(fd, num_bytes)
-            if status.st_blocks * 512 < num_bytes:  # by reading and writing on some file systems, so not for nothing
+            # By reading and writing on some file systems, so not for nothing.
+            if not sparse and status.st_blocks * 512 < num_bytes:
                 os.posix_fallocate(fd, 0, num_bytes)
             return Segment(fd, self.path / name, num_bytes, self.io)
         except BaseException:
             os.close(fd)
             raise
+
+    def check_holes(self) -> None:
+        """Raise ConfigError unless files in this folder can give parts of their space back."""
+        try:
+            punch_hole(self._lock_fd, PAGE_BYTES, PAGE_BYTES)  # behind its end: nothing is there
+        except OSError as error:
+            raise ConfigError(
+                f"tiers.nvme.compression: zstd needs a file system that can give parts of files back, and that of "
+                f"{self.path} cannot ({error.strerror}): set it to none, or tiers.nvme.path to another disk"
+            ) from error
 
     def namespace_times(self) -> dict[bytes, float]:
         """When each namespace was last opened, in seconds since the epoch."""
@@ -167,16 +178,18 @@ class OwnedFolder:
         """Take a file off the disk; its space is free once nobody reads it any more. Raises OSError."""
         os.unlink(name, dir_fd=self._fd)
 
-    def create(self, name: str, num_bytes: int) -> Segment:
-        """Make a segment file with all of its blocks allocated. On any error the file is gone again.
+    def create(self, name: str, num_bytes: int, *, sparse: bool = False) -> Segment:
+        """Make a segment file with all of its blocks allocated, or the first only. On any error the file is gone again.
 
         Raises:
             OSError: NO_SPACE_ERRNOS when the disk, quota or file size limit is reached; EEXIST for a planted file.
         """
         fd = os.open(name, _FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
         try:
+            if sparse:
+                os.ftruncate(fd, num_bytes)
             # First of all: whoever finds room here does not run out of it in the middle of a write.
-            os.posix_fallocate(fd, 0, num_bytes)
+            os.posix_fallocate(fd, 0, PAGE_BYTES if sparse else num_bytes)
             return Segment(fd, self.path / name, num_bytes, self.io)
         except BaseException:
             os.close(fd)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from array import array
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,14 +19,18 @@ from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes, slot_
 from kvtier.stores.nvme_open import held_back, open_space
 from kvtier.stores.nvme_space import SpaceLimits, io_error
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
-from kvtier.stores.slot_format import Geometry, checksum
+from kvtier.stores.slot_format import CODEC_NONE, Geometry, Payload, checksum
 from kvtier.stores.slot_headers import SlotHeaders
 from kvtier.stores.slot_index import FoundSlot, SlotIndex
-from kvtier.types import BlockShape, IoMode, Slot, SlotLabel, Survives, Tier
+from kvtier.stores.slot_payload import PayloadCodec
+from kvtier.types import BlockShape, Compression, IoMode, Slot, SlotLabel, Survives, Tier
 
 __all__ = ["NvmeStore", "min_budget_bytes", "slot_bytes", "sweep_stale", "temporary_folder"]
 
 _DAY_S = 86400.0
+_PAYLOAD_FRACS = {2: 0.6, 4: 0.8}
+"""By the size of an element: a little less than zstd leaves of KV (0.69 and 0.85 of SmolLM2's: docs/adr/0014), so that
+it is the budget that runs out and not the slots."""
 
 
 class NvmeStore(Store):
@@ -62,6 +65,7 @@ class NvmeStore(Store):
         namespace_ttl_s: float = 14 * _DAY_S,
         io: IoMode = IoMode.AUTO,
         page_cache_bytes: int = 256 << 20,
+        compression: Compression = Compression.NONE,
     ) -> None:
         """Own the folder and find what is in it; allocate nothing yet.
 
@@ -76,9 +80,11 @@ class NvmeStore(Store):
             namespace_ttl_s: blocks of namespaces that were not opened for so long are overwritten first.
             io: how files are read and written. `auto` measures for less than a second where the budget is worth it.
             page_cache_bytes: the most host memory for the files: page cache, or staging where I/O is direct.
+            compression: of what is written; whatever is found can be read.
 
         Raises:
             BudgetError: no room for one slot, or less page cache than the least.
+            ConfigError: also for a shape or a file system that cannot be compressed.
             FolderInUseError, ConfigError: the folder cannot be had; nothing in it was touched.
             StoreError: the folder can be had, but the disk fails.
         """
@@ -86,8 +92,11 @@ class NvmeStore(Store):
         self.shape = shape
         self._geometry = Geometry.of(shape)
         self.slot_bytes = self._geometry.slot_bytes
-        limits = SpaceLimits(budget_bytes, segment_bytes_max, reserve_free_frac)
-        if not limits.new_segments(self._geometry):
+        self._codec = PayloadCodec(shape, compression)
+        self.compression = compression
+        payload_frac = 1.0 if compression is Compression.NONE else _PAYLOAD_FRACS[shape.element_bytes]
+        limits = SpaceLimits(budget_bytes, segment_bytes_max, reserve_free_frac, payload_frac)
+        if budget_bytes < min_budget_bytes(shape):
             raise BudgetError(
                 f"tiers.nvme.budget is {budget_bytes} bytes, its minimum is {min_budget_bytes(shape)}: one slot of "
                 f"{self.slot_bytes} and {min_budget_bytes(shape) - self.slot_bytes} for the folder, lock and index. "
@@ -101,6 +110,8 @@ class NvmeStore(Store):
         self._index = SlotIndex()
         self._closed = False
         try:
+            if limits.is_sparse:
+                self._folder.check_holes()
             self.io = choose_io(io, self.folder, min(budget_bytes, limits.free_bytes(self.folder)), shape.slice_bytes)
             self._folder.io = self._io = make_io(self.io.mode, page_cache_bytes)
             self._namespaces = Namespaces(self._folder, namespace_ttl_s)
@@ -126,38 +137,43 @@ class NvmeStore(Store):
         self.check_buffer(block, self.shape.block_bytes)
         if label is not None and not self._geometry.fits(label):
             label = None
+        data, payload = self._codec.encode(block.numpy())
         self._index.begin(slot)  # before the first byte changes: from here to the end nothing is readable
-        segment, start = self._space.locate_for_write(slot)
-        data: npt.NDArray[np.uint8] = block.numpy()
-        step = self.shape.slice_bytes
-        checksums = array("Q", (checksum(data[i * step : (i + 1) * step]) for i in range(self.shape.num_layers)))
         try:
-            self._headers.take_back(slot, segment, start)
+            if self._index.is_on_disk(slot):  # before its pages change too
+                self._headers.take_back(slot, *self._space.locate(slot))
+            segment, start = self._space.reserve(slot, data.nbytes)
             segment.write(start + self._geometry.header_bytes, data)
             if label is not None and self.persistent:
-                self._headers.write(slot, label, checksums, segment, start)
+                self._headers.write(slot, label, payload, segment, start)
+        except StoreError:
+            raise
         except OSError as error:
+            segment, _ = self._space.locate(slot)
             if error.errno in NO_SPACE_ERRNOS:  # copy-on-write file systems allocate again
                 raise no_space(error, segment.path, self._space.backed_slots()) from error
             raise io_error(error, f"writing slot {slot}", segment.path) from error
-        self._index.readable(slot, checksums)
+        self._index.readable(slot, payload)
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
         self.check_buffer(out, self.shape.block_bytes)
-        segment, start, checksums = self._written(slot)
+        segment, start, payload = self._written(slot)
         data: npt.NDArray[np.uint8] = out.numpy()
-        self._read(segment, slot, start, data)
+        if payload.codec == CODEC_NONE:
+            self._read(segment, slot, start, data)
         step = self.shape.slice_bytes
-        for layer, expected in enumerate(checksums):
-            _verify(data[layer * step : (layer + 1) * step], expected, slot, layer, segment)
+        for layer, expected in enumerate(payload.checksums):
+            part = data[layer * step : (layer + 1) * step]
+            if payload.codec == CODEC_NONE:
+                _verify(part, expected, slot, layer, segment)
+            else:
+                self._read_slice(segment, slot, start, payload, layer, part)
 
     def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
         self.check_layer(layer)
         self.check_buffer(out, self.shape.slice_bytes)
-        segment, start, checksums = self._written(slot)
-        data: npt.NDArray[np.uint8] = out.numpy()
-        self._read(segment, slot, start + layer * self.shape.slice_bytes, data)
-        _verify(data, checksums[layer], slot, layer, segment)
+        segment, start, payload = self._written(slot)
+        self._read_slice(segment, slot, start, payload, layer, out.numpy())
 
     def used_bytes(self) -> int:
         """Allocated bytes of the folder and all that is in it, as `du` counts them; 0 after close."""
@@ -269,10 +285,32 @@ class NvmeStore(Store):
     def prefetch(self, slot: Slot, layer: int) -> None:
         """Ask for one slice to be in the page cache soon, if there is one; returns at once. Errors as `read_slice`."""
         self.check_layer(layer)
-        segment, start, _ = self._written(slot)
-        segment.will_need(start + layer * self.shape.slice_bytes, self.shape.slice_bytes)
+        segment, start, payload = self._written(slot)
+        offset_bytes, num_bytes = payload.place(layer, self.shape.slice_bytes)
+        segment.will_need(start + offset_bytes, num_bytes)
+
+    @property
+    def stored_frac(self) -> float:
+        """Bytes stored per byte of KV, of all that this process wrote; 1.0 before it wrote anything."""
+        return self._codec.stored_frac
 
     # --- checks
+
+    def _read_slice(
+        self, segment: Segment, slot: Slot, start: int, payload: Payload, layer: int, out: npt.NDArray[np.uint8]
+    ) -> None:
+        """Read, verify, decode: what is decoded was written so."""
+        offset_bytes, num_bytes = payload.place(layer, self.shape.slice_bytes)
+        is_encoded = num_bytes < self.shape.slice_bytes
+        stored = self._codec.buffer(num_bytes) if is_encoded else out
+        self._read(segment, slot, start + offset_bytes, stored)
+        _verify(stored, payload.checksums[layer], slot, layer, segment)
+        if is_encoded:
+            try:
+                self._codec.decode(payload.codec, stored, out)
+            except ValueError as error:  # a crafted header: its checksums fit whatever lies there
+                message = f"nvme store: slot {slot}, layer {layer} of {segment.path}: {error}; nothing was served"
+                raise ChecksumError(message) from error
 
     def _read(self, segment: Segment, slot: Slot, offset_bytes: int, out: npt.NDArray[np.uint8]) -> None:
         try:
@@ -282,15 +320,15 @@ class NvmeStore(Store):
         except OSError as error:
             raise io_error(error, f"reading slot {slot}", segment.path) from error
 
-    def _written(self, slot: Slot) -> tuple[Segment, int, array[int]]:
-        """The slot's segment, where its slices begin, and their checksums."""
+    def _written(self, slot: Slot) -> tuple[Segment, int, Payload]:
+        """The slot's segment, where its slices begin, and what they are."""
         self._check_open()
         self.check_slot(slot)
-        checksums = self._index.checksums(slot)
-        if checksums is None:
+        payload = self._index.payload(slot)
+        if payload is None:
             raise StoreError(errno.ENODATA, f"nvme store: slot {slot} holds nothing readable", str(self.folder))
         segment, start = self._space.locate(slot)
-        return segment, start + self._geometry.header_bytes, checksums
+        return segment, start + self._geometry.header_bytes, payload
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,6 +9,7 @@ from kvtier.types import BlockShape
 RESERVE_FREE_FRAC = 0.05  # of the disk, which always stays free
 FOLDER_BYTES = 64 << 10  # the folder, which grows with its entries, and its lock file
 _EXTENTS_PER_INDEX_BLOCK = 300  # ext4 keeps 340 in 4 KiB; at worst each slot of a half-written segment is an extent
+_EXTENTS_PER_SPARSE_SLOT = 4  # written and merely allocated pages are apart, and what a slot grew by lies elsewhere
 
 
 def slot_bytes(shape: BlockShape) -> int:
@@ -29,6 +30,11 @@ def segment_bytes(num_slots: int, slot_bytes: int) -> int:
 def segment_budget_bytes(num_slots: int, slot_bytes: int) -> int:
     """What a segment may come to take on disk, the file system's own blocks for it included."""
     return segment_bytes(num_slots, slot_bytes) + PAGE_BYTES * (1 + num_slots // _EXTENTS_PER_INDEX_BLOCK)
+
+
+def sparse_overhead_bytes(num_slots: int) -> int:
+    """What a sparse segment may take on disk beside the pages of its slots."""
+    return PAGE_BYTES * (2 + num_slots * _EXTENTS_PER_SPARSE_SLOT // _EXTENTS_PER_INDEX_BLOCK)
 
 
 def slots_of_segments(budget_bytes: int, slot_bytes: int, slots_per_segment: int) -> list[int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.namespaces import Age, Namespaces
-from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes
+from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes, sparse_overhead_bytes
 from kvtier.stores.nvme_space import OtherFile, SegmentSpace, SpaceLimits
+from kvtier.stores.nvme_sparse import Pages, SparseSpace, give_back_holes, sparse_pages
 from kvtier.stores.segment import Segment
-from kvtier.stores.slot_format import Geometry, SegmentKind
+from kvtier.stores.slot_format import Geometry, SegmentKind, Verdict
 from kvtier.stores.slot_index import SlotIndex
 from kvtier.stores.slot_scan import FoundSegment, examine_segments
 
@@ -33,12 +35,18 @@ def open_space(
     files = [(_age(each, namespaces), each) for each in examine_segments(folder, geometry, limits.budget_bytes)]
     _remove_beyond_budget(folder, geometry, limits, files)
     there: list[tuple[Segment, int]] = []
+    pages: list[Pages] = []
     headers = []
     others: list[OtherFile] = []
     for age, each in files:
         if each.geometry == geometry and each.headers is not None and each.num_slots:
             try:
-                segment = folder.adopt(each.file.name, segment_bytes(each.num_slots, geometry.slot_bytes))
+                num_bytes = segment_bytes(each.num_slots, geometry.slot_bytes)
+                segment = folder.adopt(each.file.name, num_bytes, sparse=limits.is_sparse)
+                if limits.is_sparse:
+                    needed = sparse_pages(each.headers, geometry)
+                    give_back_holes(segment, geometry, needed)
+                    pages.append(needed)
             except OSError as error:
                 _log.info("nvme folder %s: %s cannot be used: %s", folder.path, each.file.name, error)
             else:
@@ -47,9 +55,16 @@ def open_space(
                 continue
         others.append(OtherFile(each.file.name, each.file.allocated_bytes, age))
     namespaces.keep_only({namespace for _, each in files for namespace in each.namespaces})
-    space = SegmentSpace(folder, geometry, limits, sync=sync, there=there, others=others)
+    space = (
+        SparseSpace(folder, geometry, limits, sync=sync, there=there, others=others, pages=pages)
+        if limits.is_sparse
+        else SegmentSpace(folder, geometry, limits, sync=sync, there=there, others=others)
+    )
     for (first_slot, _), each_headers in zip(space.ranges(), headers, strict=True):
         index.load(first_slot, each_headers)
+        if limits.is_sparse:  # they have become holes
+            for row in each_headers.where(Verdict.BAD, Verdict.FUTURE).tolist():
+                index.header_gone(first_slot + row)
     if index.num_quarantined:
         _log.info("nvme folder %s: %d slots are not trusted", folder.path, index.num_quarantined)
     return space
@@ -80,6 +95,9 @@ def _remove_beyond_budget(
     def num_bytes(each: FoundSegment) -> int:
         if each.geometry != geometry or not each.num_slots:
             return each.file.allocated_bytes
+        if limits.is_sparse and each.headers is not None:
+            num_pages = int(sparse_pages(each.headers, geometry).sum())
+            return num_pages * PAGE_BYTES + sparse_overhead_bytes(each.num_slots)
         # As it will be once its holes are allocated and each of its slots is an extent.
         return max(segment_budget_bytes(each.num_slots, geometry.slot_bytes), each.file.allocated_bytes)
 

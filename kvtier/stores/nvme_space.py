@@ -16,7 +16,7 @@ from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.namespaces import Age
 from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes, slots_of_segments
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
-from kvtier.stores.slot_format import Geometry
+from kvtier.stores.slot_format import Geometry, whole_pages
 from kvtier.system import disk_room_bytes
 from kvtier.types import Slot
 
@@ -38,13 +38,24 @@ class OtherFile:
 class SpaceLimits:
     """What the files may take.
 
-    `budget_bytes` is for the whole folder, `segment_bytes_max` for what is taken from the disk at a time, and
-    `reserve_free_frac` of the disk stays free.
+    `budget_bytes` is for the whole folder, `segment_bytes_max` for one file, and `reserve_free_frac` of the disk stays
+    free. `payload_frac` is the part of its place that a block is expected to take; below 1.0 files are sparse.
     """
 
     budget_bytes: int
     segment_bytes_max: int
     reserve_free_frac: float
+    payload_frac: float = 1.0
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether slots take only what their content needs."""
+        return self.payload_frac < 1.0
+
+    def expected_slot_bytes(self, geometry: Geometry) -> int:
+        """What a slot is expected to take on disk: decides how many there are, and nothing else."""
+        payload_bytes = (geometry.slot_bytes - geometry.header_bytes) * self.payload_frac
+        return geometry.header_bytes + whole_pages(int(payload_bytes))
 
     def free_bytes(self, folder: Path) -> int:
         """What the disk has room for while the reserve stays free."""
@@ -55,7 +66,7 @@ class SpaceLimits:
         each_bytes = min(self.segment_bytes_max, self.budget_bytes // _SMALLEST_FRACTION)
         slots_per_segment = max(1, each_bytes // geometry.slot_bytes)
         room_bytes = self.budget_bytes - FOLDER_BYTES - taken_bytes
-        return slots_of_segments(room_bytes, geometry.slot_bytes, slots_per_segment)
+        return slots_of_segments(room_bytes, self.expected_slot_bytes(geometry), slots_per_segment)
 
 
 class SegmentSpace:
@@ -101,16 +112,15 @@ class SegmentSpace:
 
     def locate(self, slot: Slot) -> tuple[Segment, int]:
         """The segment of a slot that has backing, and where in it the slot begins."""
-        index = bisect.bisect_right(self._first_slots, slot) - 1
-        offset_bytes = PAGE_BYTES + (slot - self._first_slots[index]) * self._geometry.slot_bytes
-        return self.segments[index], offset_bytes
+        index, number = self._place(slot)
+        return self.segments[index], PAGE_BYTES + number * self._geometry.slot_bytes
 
     def locate_for_write(self, slot: Slot) -> tuple[Segment, int]:
         """As `locate`; makes the segments up to the slot's.
 
         Raises: NoSpaceError, StoreError, ClosedError.
         """
-        index = bisect.bisect_right(self._first_slots, slot) - 1
+        index, _ = self._place(slot)
         if index >= len(self.segments):
             with self._lock:
                 # In order, so that "slots with backing" is a prefix; the pool hands out low slots first.
@@ -119,12 +129,27 @@ class SegmentSpace:
                         raise ClosedError("nvme store: closed")
                     self._check_whole()
                     self.segments.append(self._new_segment())
-        if slot >= self.backed_slots():
+        if slot >= self._made_slots():
             self._check_whole()
         return self.locate(slot)
 
+    def reserve(self, slot: Slot, payload_bytes: int) -> tuple[Segment, int]:
+        """As `locate_for_write`; so many bytes behind the slot's header, and the header, can then be written.
+
+        Raises: NoSpaceError, StoreError, ClosedError.
+        """
+        return self.locate_for_write(slot)
+
     def backed_slots(self) -> int:
         """How many slots, from 0, have backing."""
+        return self._made_slots()
+
+    def _place(self, slot: Slot) -> tuple[int, int]:
+        """The segment's number, and the slot's in it."""
+        index = bisect.bisect_right(self._first_slots, slot) - 1
+        return index, slot - self._first_slots[index]
+
+    def _made_slots(self) -> int:
         num_segments = len(self.segments)
         if num_segments == 0:
             return 0
@@ -155,7 +180,7 @@ class SegmentSpace:
     def _check_whole(self) -> None:
         """A segment that had to be made shorter than planned is the last one."""
         if self._is_short:
-            available = self.backed_slots()
+            available = self._made_slots()
             raise NoSpaceError(f"nvme store: {self._folder.path} had room for {available} slots and no more", available)
 
     def _new_segment(self) -> Segment:
@@ -164,8 +189,8 @@ class SegmentSpace:
         planned = self._planned[len(self.segments)]
         name = self._new_name()
         path = self._folder.path / name
-        self._give_up_others(planned)
-        num_slots = min(planned, (self._headroom_bytes() - PAGE_BYTES) // self._geometry.slot_bytes)
+        self._give_up_others(self._planned_bytes(planned), self._first_bytes(planned))
+        num_slots = self._num_slots_on_disk(planned)
         if num_slots < 1:
             raise NoSpaceError(
                 f"nvme store: {path} would leave less than {self._limits.reserve_free_frac:.0%} of the disk free; "
@@ -183,7 +208,7 @@ class SegmentSpace:
                     raise no_space(error, path, available) from error
                 num_slots //= 2  # a quota or a file size limit: no call tells how much is left
         # Measured, since no formula knows every file system (huge pages of a tmpfs, extent sizes of xfs).
-        used_bytes = self.used_bytes() + segment.allocated_bytes()
+        used_bytes = self._bytes_with(segment, num_slots)
         if used_bytes > self._limits.budget_bytes:
             self._folder.unlink(name)
             raise NoSpaceError(f"nvme store: {path} would bring the folder to {used_bytes} bytes", available)
@@ -191,7 +216,7 @@ class SegmentSpace:
         return segment
 
     def _create(self, name: str, num_slots: int) -> Segment:
-        segment = self._folder.create(name, segment_bytes(num_slots, self._geometry.slot_bytes))
+        segment = self._create_file(name, segment_bytes(num_slots, self._geometry.slot_bytes))
         try:
             segment.write(0, self._geometry.superblock(num_slots))
             if self._sync:
@@ -202,16 +227,29 @@ class SegmentSpace:
             raise
         return segment
 
+    def _create_file(self, name: str, num_bytes: int) -> Segment:
+        return self._folder.create(name, num_bytes)
+
+    def _first_bytes(self, num_slots: int) -> int:
+        """What a file of so many slots takes from the disk when it is made."""
+        return segment_bytes(num_slots, self._geometry.slot_bytes)
+
+    def _num_slots_on_disk(self, planned: int) -> int:
+        """How many of a new segment's slots the disk has room for."""
+        return min(planned, (self._headroom_bytes() - PAGE_BYTES) // self._geometry.slot_bytes)
+
+    def _bytes_with(self, segment: Segment, num_slots: int) -> int:
+        """What the folder takes with a segment that was just made."""
+        return self.used_bytes() + segment.allocated_bytes()
+
     def _new_name(self) -> str:
         taken = {segment.path.name for segment in self.segments} | {other.name for other in self.others}
         return next(name for name in (f"segment-{n:05d}.kvt" for n in itertools.count()) if name not in taken)
 
-    def _give_up_others(self, num_slots: int) -> None:
-        """Until the budget and the disk have room for a segment of that many slots, or none is left."""
-        planned_bytes = self._planned_bytes(num_slots)
-        file_bytes = segment_bytes(num_slots, self._geometry.slot_bytes)
+    def _give_up_others(self, more_bytes: int, disk_bytes: int) -> None:
+        """Until the budget has room for `more_bytes` and the disk for `disk_bytes`, or none is left."""
         while self.others and (
-            self._taken_bytes() + planned_bytes > self._limits.budget_bytes or self._headroom_bytes() < file_bytes
+            self._taken_bytes() + more_bytes > self._limits.budget_bytes or self._headroom_bytes() < disk_bytes
         ):
             self._peak_bytes = self.peak_bytes()
             other = self.others.pop(0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,28 @@ from kvtier.errors import NoSpaceError
 from kvtier.stores.file_io import FileIo, OpenFile
 
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # Linux's falloc.h
+
+
+@functools.cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is not None:
+        fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]  # off_t, of 64 bits here
+    return fallocate
+
+
+def punch_hole(fd: int, offset_bytes: int, num_bytes: int) -> None:
+    """Give the file system these whole pages back; they read as zeros. Raises OSError: EOPNOTSUPP without holes."""
+    fallocate = _fallocate()
+    if fallocate is None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    while fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset_bytes, num_bytes):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 class Segment:
@@ -40,6 +65,14 @@ class Segment:
     def will_need(self, offset_bytes: int, num_bytes: int) -> None:
         """Ask for a read ahead, where `io` has one; returns at once."""
         self._io.will_need(self._file, offset_bytes, num_bytes)
+
+    def allocate(self, offset_bytes: int, num_bytes: int) -> None:
+        """Have room on disk for these bytes of a sparse file. Raises OSError; some may have been allocated then."""
+        os.posix_fallocate(self._file.fd, offset_bytes, num_bytes)
+
+    def punch(self, offset_bytes: int, num_bytes: int) -> None:
+        """Give whole pages of a sparse file back; they read as zeros. Raises OSError. Waits for writes to them."""
+        punch_hole(self._file.fd, offset_bytes, num_bytes)
 
     def sync(self) -> None:
         """Wait until all that was written is on the medium. Raises OSError."""

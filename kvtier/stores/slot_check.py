@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from kvtier.stores.file_io import PAGE_BYTES
-from kvtier.stores.slot_format import Bytes, Geometry, SegmentKind, Verdict, read_superblock
+from kvtier.stores.slot_format import Bytes, Geometry, SegmentKind, Verdict, read_superblock, whole_pages
 
 _CHUNK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1 << 20  # the largest block_tokens and 40,000 layers; a crafted one must not cost more memory
@@ -149,19 +149,22 @@ class SlotReader:
             return SlotCheck(state), seen
         namespace, written_ns = fields["namespace"].tobytes(), int(fields["written_ns"])
         bad, num_bad, reason = (
-            self._bad_slices(fd, geometry, start + geometry.header_bytes, parsed.checksums[0].tolist())
+            self._bad_slices(fd, start + geometry.header_bytes, parsed.checksums[0].tolist(), parsed.sizes[0].tolist())
             if slices
             else ([], 0, "")
         )
         state = SlotState.DAMAGED if num_bad else SlotState.GOOD
         return SlotCheck(state, namespace, written_ns, tuple(bad), num_bad, reason), seen
 
-    def _bad_slices(self, fd: int, geometry: Geometry, start: int, expected: list[int]) -> tuple[list[int], int, str]:
-        """The slices that differ or cannot be read: the first of them, how many, and the system's word."""
+    def _bad_slices(self, fd: int, start: int, expected: list[int], sizes: list[int]) -> tuple[list[int], int, str]:
+        """The slices that differ or cannot be read: the first of them, how many, and the system's word.
+
+        `expected`, `sizes`: of each slice, as it is stored.
+        """
         bad: list[int] = []
         num_bad, reason = 0, ""
-        hasher, readable, layer, left = xxhash.xxh3_64(), True, 0, geometry.slice_bytes
-        block_bytes = geometry.slot_bytes - geometry.header_bytes
+        hasher, readable, layer, left = xxhash.xxh3_64(), True, 0, sizes[0]
+        block_bytes = whole_pages(sum(sizes))
         for offset in range(0, block_bytes, len(self._chunk)):
             chunk = self._chunk[: min(len(self._chunk), block_bytes - offset)]
             try:
@@ -170,7 +173,7 @@ class SlotReader:
             except OSError as error:  # of a bad sector the other chunks may still be read
                 reason, chunk_readable = _reason(error), False
             at = 0
-            while at < len(chunk) and layer < geometry.num_slices:  # behind the last slice: padding
+            while at < len(chunk) and layer < len(sizes):  # behind the last slice: padding
                 take = min(left, len(chunk) - at)
                 hasher.update(chunk[at : at + take].data)
                 readable &= chunk_readable
@@ -179,7 +182,8 @@ class SlotReader:
                     if not readable or hasher.intdigest() != expected[layer]:
                         num_bad += 1
                         bad += [layer] if len(bad) < _MAX_BAD_SLICES else []
-                    layer, left, readable = layer + 1, geometry.slice_bytes, True
+                    layer, readable = layer + 1, True
+                    left = sizes[layer] if layer < len(sizes) else 0
                     hasher.reset()
         return bad, num_bad, reason
 

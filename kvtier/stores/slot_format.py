@@ -7,6 +7,7 @@ it was compared with what the geometry allows.
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtier.codecs.zstd import NUMBERS as ZSTD_NUMBERS
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.types import BlockShape, SlotLabel
 
@@ -21,6 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 VERSION = 1
 CODEC_NONE = 0
+ENCODED_SLICE_LIMIT = 1 << 32  # slices of so many bytes are stored as they are: encoded lengths are of 32 bits
 SEGMENT_MAGIC = int.from_bytes(b"KVTSEGM\0", "little")
 SLOT_MAGIC = int.from_bytes(b"KVTSLOT\0", "little")
 MAX_GENERATION = (1 << 62) - 1  # a crafted one must not leave the next without a number
@@ -67,13 +70,31 @@ SLICE = np.dtype([("offset", _U8), ("stored_bytes", _U8), ("checksum", _U8)])
 CHECKSUM_BYTES = 8
 
 
-def _pages(num_bytes: int) -> int:
+def whole_pages(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def checksum(data: Bytes | bytes) -> int:
     """xxh3_64 with seed 0."""
     return xxhash.xxh3_64_intdigest(data if isinstance(data, bytes) else data.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What lies behind a slot's header: slice after slice, without gaps."""
+
+    codec: int
+    checksums: array[int]
+    """Of each slice, as it is stored."""
+    sizes: array[int] | None = None
+    """Stored bytes of each slice; None: each lies as it is. One that is as long as a slice does so too."""
+
+    def place(self, layer: int, slice_bytes: int) -> tuple[int, int]:
+        """Where a slice begins behind the header region, and how many bytes it takes. O(layers)."""
+        if self.sizes is None:
+            return layer * slice_bytes, slice_bytes
+        return sum(self.sizes[:layer]), self.sizes[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +109,8 @@ class Geometry:
     @classmethod
     def of(cls, shape: BlockShape) -> Geometry:
         """The header has room for the slice table and for 8 bytes a token, and 64 more, of content."""
-        header_bytes = _pages(HEADER.itemsize + shape.num_layers * SLICE.itemsize + content_room(shape))
-        slot_bytes = header_bytes + _pages(shape.block_bytes)
+        header_bytes = whole_pages(HEADER.itemsize + shape.num_layers * SLICE.itemsize + content_room(shape))
+        slot_bytes = header_bytes + whole_pages(shape.block_bytes)
         return cls(header_bytes, slot_bytes, shape.slice_bytes, shape.num_layers)
 
     @property
@@ -129,7 +150,7 @@ class Geometry:
             )
         return len(label.content) <= self.max_content_bytes
 
-    def header(self, label: SlotLabel, generation: int, written_ns: int, checksums: Sequence[int]) -> Bytes:
+    def header(self, label: SlotLabel, generation: int, written_ns: int, payload: Payload) -> Bytes:
         """A slot's header, padded with zeros to whole pages: no more of them than its content needs.
 
         Raises ValueError for a label that does not fit.
@@ -137,19 +158,20 @@ class Geometry:
         if not self.fits(label):
             raise ValueError(f"slot label: {len(label.content)} bytes of content, at most {self.max_content_bytes} fit")
         end = self._content_offset + len(label.content)
-        data = np.zeros(_pages(end + CHECKSUM_BYTES), np.uint8)
+        data = np.zeros(whole_pages(end + CHECKSUM_BYTES), np.uint8)
         fields = data[: HEADER.itemsize].view(HEADER)[0]
-        fields["magic"], fields["version"], fields["codec"] = SLOT_MAGIC, VERSION, CODEC_NONE
+        fields["magic"], fields["version"], fields["codec"] = SLOT_MAGIC, VERSION, payload.codec
         fields["length"] = end + CHECKSUM_BYTES
         fields["namespace"] = np.frombuffer(label.namespace, np.uint8)
         fields["identity"] = np.frombuffer(label.identity, np.uint8)
         fields["generation"], fields["written_ns"] = generation, written_ns
-        fields["slice_bytes"], fields["payload_bytes"] = self.slice_bytes, self.payload_bytes
+        fields["slice_bytes"] = self.slice_bytes
         fields["num_slices"], fields["content_bytes"] = self.num_slices, len(label.content)
         table = data[HEADER.itemsize : self._content_offset].view(SLICE)
-        table["offset"] = np.arange(self.num_slices, dtype=np.uint64) * self.slice_bytes
-        table["stored_bytes"] = self.slice_bytes
-        table["checksum"] = np.fromiter(checksums, np.uint64, self.num_slices)
+        table["stored_bytes"] = self.slice_bytes if payload.sizes is None else payload.sizes
+        table["offset"] = _starts(table["stored_bytes"])
+        table["checksum"] = payload.checksums
+        fields["payload_bytes"] = table["stored_bytes"].sum()
         data[self._content_offset : end] = np.frombuffer(label.content, np.uint8)
         data[end : end + CHECKSUM_BYTES].view(_U8)[0] = checksum(data[:end])
         return data
@@ -166,20 +188,26 @@ class Geometry:
         plausible = (
             ours
             & (fields["version"] == VERSION)
-            & (fields["codec"] == CODEC_NONE)
             & (fields["reserved"] == 0)
             & (fields["slice_bytes"] == self.slice_bytes)
-            & (fields["payload_bytes"] == self.payload_bytes)
             & (fields["num_slices"] == self.num_slices)
             & (fields["content_bytes"] <= self.max_content_bytes)
             & (fields["length"] == self._content_offset + CHECKSUM_BYTES + fields["content_bytes"].astype(np.uint64))
             & (fields["generation"] <= MAX_GENERATION)
-            & (table["offset"] == np.arange(self.num_slices, dtype=np.uint64) * self.slice_bytes).all(axis=1)
-            & (table["stored_bytes"] == self.slice_bytes).all(axis=1)
+            & self._is_plausible_table(fields, table)
         )
         rows = np.flatnonzero(plausible)
         verdicts[rows[are_signed(raw, rows, fields["length"][rows].astype(np.int64))]] = Verdict.GOOD.value
-        return Headers(verdicts, fields, table["checksum"])
+        return Headers(verdicts, fields, table["checksum"], table["stored_bytes"])
+
+    def _is_plausible_table(self, fields: npt.NDArray[np.void], table: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Which rows have slices that follow each other, none longer than it may be: so none ends beyond the slot."""
+        stored, codec = table["stored_bytes"], fields["codec"]
+        encoded = np.isin(codec, list(ZSTD_NUMBERS.values())) & (self.slice_bytes < ENCODED_SLICE_LIMIT)
+        good = encoded | (codec == CODEC_NONE) & (stored == self.slice_bytes).all(axis=1)
+        good &= ((stored >= 1) & (stored <= self.slice_bytes)).all(axis=1)
+        good &= (table["offset"] == _starts(stored)).all(axis=1)
+        return np.asarray(good & (fields["payload_bytes"] == stored.sum(axis=1)))
 
     @staticmethod
     def is_magic(fields: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
@@ -190,6 +218,11 @@ class Geometry:
         """The content of one header, `[header_bytes]`, that was found GOOD."""
         num_bytes = int(raw[: HEADER.itemsize].view(HEADER)[0]["content_bytes"])
         return raw[self._content_offset : self._content_offset + num_bytes].tobytes()
+
+
+def _starts(sizes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Where each of these begins if they follow each other. Wraps around for absurd ones."""
+    return np.asarray(np.cumsum(sizes, axis=-1, dtype=np.uint64) - sizes)
 
 
 def are_signed(raw: Bytes, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -222,12 +255,14 @@ class Headers:
     fields: npt.NDArray[np.void]
     checksums: npt.NDArray[np.uint64]
     """`[n, num_slices]`."""
+    sizes: npt.NDArray[np.uint64]
+    """`[n, num_slices]`: stored bytes of each slice."""
 
     @classmethod
     def joined(cls, parts: Sequence[Headers], geometry: Geometry) -> Headers:
         """The rows of several, one after the other."""
         parts = parts or [geometry.parse(np.empty((0, geometry.header_bytes), np.uint8))]
-        names = ("verdicts", "fields", "checksums")
+        names = ("verdicts", "fields", "checksums", "sizes")
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
     def where(self, *verdicts: Verdict) -> npt.NDArray[np.intp]:
@@ -274,7 +309,7 @@ def read_superblock(page: Bytes) -> tuple[SegmentKind, Geometry | None, int]:
         or geometry.num_slices < 1
         or geometry.slice_bytes < 1
         or geometry.max_content_bytes < 0
-        or geometry.slot_bytes != geometry.header_bytes + _pages(geometry.payload_bytes)
+        or geometry.slot_bytes != geometry.header_bytes + whole_pages(geometry.payload_bytes)
     ):
         return nothing
     return SegmentKind.OURS, geometry, int(fields["num_slots"])

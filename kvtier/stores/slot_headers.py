@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.namespaces import Namespaces
 from kvtier.stores.segment import Segment
-from kvtier.stores.slot_format import Geometry, Verdict
+from kvtier.stores.slot_format import Geometry, Payload, Verdict
 from kvtier.stores.slot_index import SlotIndex
 from kvtier.types import SlotLabel
 
@@ -38,11 +37,11 @@ class SlotHeaders:
                 segment.sync()
             self._index.header_gone(slot)
 
-    def write(self, slot: int, label: SlotLabel, checksums: array[int], segment: Segment, start: int) -> None:
+    def write(self, slot: int, label: SlotLabel, payload: Payload, segment: Segment, start: int) -> None:
         """Behind the block, never before it. Raises OSError; the slot is then not found here, nor after a restart."""
         self._namespaces.touch(label.namespace)
         generation = self._index.next_generation()
-        header = self._geometry.header(label, generation, time.time_ns(), checksums)
+        header = self._geometry.header(label, generation, time.time_ns(), payload)
         if self._syncs:
             segment.sync()
         self._index.header_begun(slot)

@@ -1,4 +1,4 @@
-"""What the nvme store knows of its slots: checksums, by what each is found, and whose header lies on disk."""
+"""What the nvme store knows of its slots: what lies in each, by what each is found, and whose header lies on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.errors import IntegrityError
-from kvtier.stores.slot_format import HEADER, MAX_GENERATION, Headers, Verdict
+from kvtier.stores.slot_format import CODEC_NONE, HEADER, MAX_GENERATION, Headers, Payload, Verdict
 
 _KEY_BYTES = 64  # namespace, then identity
 _KEY_AT = HEADER.fields["namespace"][1] if HEADER.fields else 0  # mypy: a dtype without fields has none
@@ -31,11 +31,11 @@ class SlotIndex:
     The facts of one slot change in one thread at a time, which the store's caller sees to. Of several slots with one
     key the newest is found; the others stay readable.
 
-    Memory: 8 bytes a slice and about 400 bytes for each slot that is labelled.
+    Memory: 8 bytes a slice, 12 of an encoded one, and about 400 bytes for each slot that is labelled.
     """
 
     def __init__(self) -> None:
-        self._checksums: dict[int, array[int]] = {}  # one per slice; absent: the slot holds nothing readable
+        self._payloads: dict[int, Payload] = {}  # absent: the slot holds nothing readable
         self._keys: dict[int, tuple[bytes, int]] = {}  # key and generation of each slot that can be found
         self._slots: dict[bytes, int] = {}
         self._found: set[int] = set()  # by the open, and not written or forgotten since
@@ -52,14 +52,16 @@ class SlotIndex:
         self._on_disk.update((untrusted + first_slot).tolist())
         rows = headers.where(Verdict.GOOD)
         fields, checksums = headers.fields[rows], np.ascontiguousarray(headers.checksums[rows], np.uint64)
+        sizes = headers.sizes[rows].astype(np.uint32)  # of encoded slices, which are not longer
         raw = fields.view(np.uint8).reshape(len(rows), fields.dtype.itemsize)
         keys = np.ascontiguousarray(raw[:, _KEY_AT : _KEY_AT + _KEY_BYTES])
-        for slot, key, generation, sums in zip(
-            (rows + first_slot).tolist(), keys, fields["generation"].tolist(), checksums, strict=True
-        ):
-            self._load_one(slot, key.tobytes(), generation, array("Q", sums.tobytes()))
+        facts = zip((rows + first_slot).tolist(), fields["generation"].tolist(), fields["codec"].tolist(), strict=True)
+        for (slot, generation, codec), key, sums, lengths in zip(facts, keys, checksums, sizes, strict=True):
+            stored = None if codec == CODEC_NONE else array("I", lengths.tobytes())
+            payload = Payload(codec, array("Q", sums.tobytes()), stored)
+            self._load_one(slot, key.tobytes(), generation, payload)
 
-    def _load_one(self, slot: int, key: bytes, generation: int, checksums: array[int]) -> None:
+    def _load_one(self, slot: int, key: bytes, generation: int, payload: Payload) -> None:
         self._on_disk.add(slot)
         self._last_generation = max(self._last_generation, generation)
         other = self._slots.get(key)
@@ -68,17 +70,17 @@ class SlotIndex:
             if self._keys[other][1] >= generation:
                 return
             self._forget(other)
-            del self._checksums[other]
-        self._checksums[slot] = checksums
+            del self._payloads[other]
+        self._payloads[slot] = payload
         self._keys[slot] = key, generation
         self._slots[key] = slot
         self._found.add(slot)
 
     # --- one slot
 
-    def checksums(self, slot: int) -> array[int] | None:
-        """Of each slice; None if the slot holds nothing readable."""
-        return self._checksums.get(slot)
+    def payload(self, slot: int) -> Payload | None:
+        """What lies in the slot; None if it holds nothing readable."""
+        return self._payloads.get(slot)
 
     def is_on_disk(self, slot: int) -> bool:
         """Whether the slot's header on disk must be taken back before its bytes change."""
@@ -87,12 +89,12 @@ class SlotIndex:
     def begin(self, slot: int) -> None:
         """The slot is going to be written: from here to `readable` it holds nothing, and is not found."""
         with self._lock:
-            self._checksums.pop(slot, None)
+            self._payloads.pop(slot, None)
             self._forget(slot)
 
-    def readable(self, slot: int, checksums: array[int]) -> None:
+    def readable(self, slot: int, payload: Payload) -> None:
         """The slot's bytes are whole."""
-        self._checksums[slot] = checksums
+        self._payloads[slot] = payload
 
     def next_generation(self) -> int:
         """A number that no header has, larger than all."""
@@ -157,9 +159,9 @@ class SlotIndex:
 
     def check_integrity(self, backed_slots: int, num_slices: int) -> None:
         """Raise IntegrityError if a slot without backing is readable, or one is found by another's key."""
-        for slot, checksums in list(self._checksums.items()):
-            if not 0 <= slot < backed_slots or len(checksums) != num_slices:
-                raise IntegrityError(f"nvme store: slot {slot} has {len(checksums)} checksums and no backing")
+        for slot, payload in list(self._payloads.items()):
+            if not 0 <= slot < backed_slots or len(payload.checksums) != num_slices:
+                raise IntegrityError(f"nvme store: slot {slot} has {len(payload.checksums)} checksums and no backing")
         with self._lock:
             for key, slot in self._slots.items():
                 if self._keys.get(slot, (b"", 0))[0] != key or slot not in self._on_disk:

@@ -34,6 +34,8 @@ class FakeEngine(Engine):
             write; moves copy between entries. A move from an absent entry leaves its destination absent.
         nvme_available_slots: slots of the nvme tier that have backing; a move to a higher one ends as NO_SPACE.
             May be lowered at any time, as a disk fills up.
+        retire_frac: fraction of moves to the nvme tier that end as NO_SPACE with `retires_slot`, as on a compressed
+            tier whose bytes ran out.
         started: every move ever started, in order.
 
     `start` raises IntegrityError for what no correct manager asks: a move id twice, a destination slot that takes part
@@ -46,6 +48,7 @@ class FakeEngine(Engine):
         self.fail_frac = fail_frac
         self.max_delay = max_delay
         self.nvme_available_slots = sys.maxsize
+        self.retire_frac = 0.0
         self.bytes_by_slot: dict[Place, object] = {}
         self.started: list[Move] = []
         self._flights: list[_Flight] = []
@@ -111,6 +114,8 @@ class FakeEngine(Engine):
         move = flight.move
         if move.dest is Tier.NVME and move.dest_slot >= self.nvme_available_slots:
             return MoveResult(move, MoveStatus.NO_SPACE, "fake: disk full", self.nvme_available_slots)
+        if move.dest is Tier.NVME and self._random.random() < self.retire_frac:
+            return MoveResult(move, MoveStatus.NO_SPACE, "fake: no bytes left", self.nvme_available_slots, True)
         if self._random.random() < self.fail_frac:
             return MoveResult(move, MoveStatus.FAILED, "fake: the move failed")
         if flight.payload is not None:

@@ -25,8 +25,8 @@ from kvtier.stores.null import NullStore
 from kvtier.stores.nvme import NvmeStore, min_budget_bytes
 from kvtier.stores.staging import page_aligned
 from kvtier.testing import FakeEngine, Fault, FaultyStore, StoreContract
-from kvtier.testing.stores import SHAPES, random_block, read
-from kvtier.types import BlockId, BlockShape, IoMode, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
+from kvtier.testing.stores import NUM_SLOTS, SHAPES, random_block, read
+from kvtier.types import BlockId, BlockShape, Compression, IoMode, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
 
 DTYPES = {2: torch.float16, 4: torch.float32}
 
@@ -47,6 +47,7 @@ class TestNvmeStore(StoreContract):
     page_cache_bytes = 256 << 20
     persistent = False
     segment_bytes_max = 1 << 30
+    compression = Compression.NONE
 
     def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
         return NvmeStore(
@@ -58,6 +59,7 @@ class TestNvmeStore(StoreContract):
             reserve_free_frac=0.0,
             io=self.io,
             page_cache_bytes=self.page_cache_bytes,
+            compression=self.compression,
         )
 
     def test_does_what_it_was_told(self, store: Store) -> None:
@@ -98,6 +100,44 @@ class TestDirectNvmeStoreOfSmallSegmentsAndOneBuffer(TestNvmeStore):
     io = IoMode.DIRECT
     page_cache_bytes = 1 << 20
     segment_bytes_max = 1
+
+
+def random_floats(store: Store, seed: int) -> torch.Tensor:
+    """A block of normal floats: unlike random bytes, they compress."""
+    count = store.shape.block_bytes // store.shape.element_bytes
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    return values.to(DTYPES[store.shape.element_bytes]).view(torch.uint8)
+
+
+class TestCompressedNvmeStore(TestNvmeStore):
+    compression = Compression.ZSTD
+
+    @pytest.fixture(autouse=True)
+    def floats(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvtier.testing.stores.random_block", random_floats)
+
+    def test_used_bytes_cover_what_is_held(self, store: Store, shape: BlockShape) -> None:
+        assert isinstance(store, NvmeStore)
+        for slot in range(NUM_SLOTS):
+            store.write(Slot(slot), random_floats(store, slot))
+        stored_bytes = store.stored_frac * NUM_SLOTS * shape.block_bytes
+        assert 0.4 < store.stored_frac < 0.97
+        assert stored_bytes < store.used_bytes() <= store.budget_bytes
+
+
+class TestCompressedPersistentNvmeStoreOfSmallSegments(TestCompressedNvmeStore):
+    persistent = True
+    segment_bytes_max = 1
+
+
+class TestCompressedDirectNvmeStore(TestCompressedNvmeStore):
+    io = IoMode.DIRECT
+
+
+class TestCompressedNvmeStoreOfRandomBytes(TestNvmeStore):
+    """Which do not compress: all slices lie as they are."""
+
+    compression = Compression.ZSTD
 
 
 class TestNullStore(StoreContract):

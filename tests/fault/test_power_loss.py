@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.segment import Segment
-from kvtier.types import Slot, Survives
-from tests.fault.folders import block, open_store, served, write
+from kvtier.types import BlockShape, Compression, Slot, Survives
+from tests.fault import folders
+from tests.fault.folders import SHAPE, block, open_store, served, write
 
 BUDGET_BYTES = 400 << 10
 NUM_BLOCKS = 110
@@ -32,6 +34,11 @@ class Write:
     name: str
     offset_bytes: int
     data: bytes
+
+
+@dataclass(frozen=True)
+class Punch(Write):
+    """Pages given back: zeros that may reach the medium before or after what was written beside them."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,25 @@ class Done:
 Event = Create | Write | Sync | Begin | Done
 
 
-def record(folder: Path, survives: Survives, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+def record(
+    folder: Path,
+    survives: Survives,
+    monkeypatch: pytest.MonkeyPatch,
+    compression: Compression = Compression.NONE,
+) -> list[Event]:
     """What a store does to the disk while it writes, overwrites and forgets blocks."""
     events: list[Event] = []
-    write_real, sync_real, create_real, folder_sync_real = (
-        Segment.write, Segment.sync, OwnedFolder.create, OwnedFolder.sync,
+    write_real, punch_real, sync_real, create_real, folder_sync_real = (
+        Segment.write, Segment.punch, Segment.sync, OwnedFolder.create, OwnedFolder.sync,
     )  # fmt: skip
 
-    def creating(self: OwnedFolder, name: str, num_bytes: int) -> Segment:
+    def creating(self: OwnedFolder, name: str, num_bytes: int, **how: bool) -> Segment:
         events.append(Create(name, num_bytes))
-        return create_real(self, name, num_bytes)
+        return create_real(self, name, num_bytes, **how)
+
+    def punching(self: Segment, offset_bytes: int, num_bytes: int) -> None:
+        events.append(Punch(self.path.name, offset_bytes, bytes(num_bytes)))
+        punch_real(self, offset_bytes, num_bytes)
 
     def writing(self: Segment, offset_bytes: int, data: np.ndarray) -> None:
         events.append(Write(self.path.name, offset_bytes, data.tobytes()))
@@ -85,9 +101,10 @@ def record(folder: Path, survives: Survives, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(OwnedFolder, "create", creating)
         patch.setattr(Segment, "write", writing)
+        patch.setattr(Segment, "punch", punching)
         patch.setattr(Segment, "sync", syncing)
         patch.setattr(OwnedFolder, "sync", folder_syncing)
-        store = open_store(folder, BUDGET_BYTES, survives=survives)
+        store = open_store(folder, BUDGET_BYTES, survives=survives, compression=compression)
         work(store, events)
         store.close()
     return events
@@ -164,12 +181,19 @@ class Outcome:
     right: int = 0
 
 
-def replay(events: list[Event], folder: Path, num_prefixes: int, *, syncs: bool = True) -> Outcome:
+def replay(
+    events: list[Event],
+    folder: Path,
+    num_prefixes: int,
+    *,
+    syncs: bool = True,
+    compression: Compression = Compression.NONE,
+) -> Outcome:
     chance = random.Random(11)
     outcome = Outcome()
     for disk in prefixes(events, sorted(chance.choices(range(len(events) + 1), k=num_prefixes)), syncs):
         disk.lose_power(folder, chance)
-        store = open_store(folder, BUDGET_BYTES)
+        store = open_store(folder, BUDGET_BYTES, compression=compression)
         right, refused, wrong = served(store, range(NUM_BLOCKS))
         store.check_integrity()
         store.close()
@@ -213,3 +237,27 @@ def test_power_loss_of_what_survives_a_kill_alone_serves_nothing_wrong(
     # The control: with verification switched off, what was refused is served.
     monkeypatch.setattr("kvtier.stores.nvme._verify", lambda *_: None)
     assert replay(events, tmp_path / "after", 50).wrong > 25
+
+
+def compressible(number: int, of: int = 0, shape: BlockShape = SHAPE) -> torch.Tensor:
+    """Every other one takes fewer pages than the next."""
+    whole = block(number, of, shape)
+    if number % 2:
+        whole[shape.block_bytes // 4 :] = number
+    return whole
+
+
+@pytest.mark.parametrize("survives", Survives)
+def test_power_loss_while_slots_grow_and_shrink_serves_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: Survives
+) -> None:
+    monkeypatch.setattr(folders, "block", compressible)
+    zstd = Compression.ZSTD
+    events = record(tmp_path / "first", survives, monkeypatch, zstd)
+    assert sum(isinstance(event, Punch) for event in events) > 10
+    outcome = replay(events, tmp_path / "after", 200, compression=zstd)
+    assert outcome.wrong == 0
+    if survives is Survives.POWER_LOSS:
+        assert outcome.lost == 0 and outcome.right > 1000
+    else:
+        assert outcome.lost > 100 and outcome.refused > 50

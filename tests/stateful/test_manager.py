@@ -560,8 +560,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- misfortune -------------------------------------------------------------------------------------------------
 
-    @rule(misfortune=st.sampled_from(["none", "none", "some fail", "all fail", "hang", "disk full"]), num_slots=counts)
+    @rule(
+        misfortune=st.sampled_from(["none", "none", "some fail", "all fail", "hang", "disk full", "bytes short"]),
+        num_slots=counts,
+    )
     def misfortune(self, misfortune: str, num_slots: int) -> None:
+        self.engine.retire_frac = 0.3 if misfortune == "bytes short" else 0.0
         self.engine.fail_frac = {"some fail": 0.2, "all fail": 1.0}.get(misfortune, 0.0)
         self.engine.hanging = misfortune == "hang"
         if misfortune == "disk full" and Tier.NVME in self.placement.pools:

@@ -543,6 +543,25 @@ def test_a_full_disk_lowers_the_ceiling_once_and_loses_nothing(caplog: pytest.Lo
     house.check()
 
 
+def test_a_slot_that_cannot_be_had_is_not_tried_again_and_the_others_are(caplog: pytest.LogCaptureFixture) -> None:
+    house = build(gpu=2, cpu=0, nvme=8)
+    house.filled(4)
+    house.filled(4, 100)
+    pool = house.placement.pools[Tier.NVME]
+    house.engine.retire_frac = 1.0
+    with caplog.at_level(logging.WARNING, "kvtier"), pytest.raises(CapacityError):
+        house.filled(4, 200)
+    assert pool.ceiling == 8 - house.placement.metrics.moves_failed == 5
+    assert "room for 7 blocks instead of 8" in caplog.text
+    house.check()
+    house.engine.retire_frac = 0.0
+    for index in range(5 - pool.num_used):
+        house.filled(4, 300 + 100 * index)
+    house.check()
+    assert pool.num_used == pool.ceiling == 5
+    assert pool.take() is None
+
+
 def test_moves_and_sole_copies_are_counted() -> None:
     house = build(gpu=2, cpu=0, nvme=4)
     batch = house.filled(8)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.codecs.zstd import NUMBERS
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.slot_format import (
     CODEC_NONE,
@@ -22,6 +25,7 @@ from kvtier.stores.slot_format import (
     VERSION,
     Bytes,
     Geometry,
+    Payload,
     SegmentKind,
     Verdict,
     read_superblock,
@@ -32,12 +36,15 @@ SHAPE = BlockShape(num_layers=3, kv_heads=2, block_tokens=16, key_dim=16, value_
 GEOMETRY = Geometry.of(SHAPE)
 LABEL = SlotLabel(b"n" * 32, b"i" * 32, b"the tokens")
 CHECKSUMS = [1, 2**63, 2**64 - 1]
+PLAIN = Payload(CODEC_NONE, array("Q", CHECKSUMS))
+SIZES = [700, 1, SHAPE.slice_bytes]
+ENCODED = Payload(NUMBERS[2], array("Q", CHECKSUMS), array("I", SIZES))
 PAGE = (Path(__file__).parents[2] / "docs" / "nvme-format.md").read_text(encoding="utf-8")
 
 
-def header(label: SlotLabel = LABEL, generation: int = 7) -> Bytes:
+def header(label: SlotLabel = LABEL, generation: int = 7, payload: Payload = PLAIN) -> Bytes:
     """One header region, as on disk."""
-    data = GEOMETRY.header(label, generation, 123, CHECKSUMS)
+    data = GEOMETRY.header(label, generation, 123, payload)
     raw = np.zeros(GEOMETRY.header_bytes, np.uint8)
     raw[: len(data)] = data
     return raw
@@ -66,6 +73,55 @@ def test_a_header_reads_back_as_it_was_written() -> None:
     assert GEOMETRY.content(raw) == LABEL.content
 
 
+def table(raw: Bytes) -> Any:
+    """The slice table of a header region, to read and to change."""
+    return raw[HEADER.itemsize : HEADER.itemsize + 3 * SLICE.itemsize].view(SLICE)
+
+
+@pytest.mark.parametrize("element_bytes", NUMBERS)
+def test_encoded_slices_follow_each_other_and_read_back(element_bytes: int) -> None:
+    payload = Payload(NUMBERS[element_bytes], array("Q", CHECKSUMS), array("I", SIZES))
+    raw = header(payload=payload)
+    parsed = GEOMETRY.parse(raw[None])
+    assert verdict(raw) is Verdict.GOOD
+    assert parsed.fields[0]["codec"] == payload.codec == 1 + 256 * element_bytes
+    assert parsed.fields[0]["payload_bytes"] == sum(SIZES)
+    assert parsed.sizes[0].tolist() == SIZES and parsed.checksums[0].tolist() == CHECKSUMS
+    assert table(raw)["offset"].tolist() == [0, 700, 701] == [payload.place(layer, 1)[0] for layer in range(3)]
+
+
+CRAFTED_TABLES = {
+    "an empty slice": {"stored_bytes": [700, 0, 9], "offset": [0, 700, 700]},
+    "a slice longer than it may be": {"stored_bytes": [700, 1, SHAPE.slice_bytes + 1], "offset": [0, 700, 701]},
+    "a gap": {"offset": [0, 700, 702]},
+    "not from the beginning": {"offset": [1, 701, 702]},
+    "an overlap": {"offset": [0, 699, 701]},
+    "two in one place": {"offset": [0, 0, 701]},
+    "beyond the slot": {"offset": [0, 700, 2**40]},
+    "sums that wrap around": {"stored_bytes": [2**64 - 1, 1, 1], "offset": [0, 2**64 - 1, 0]},
+}
+
+
+@pytest.mark.parametrize("crafted", CRAFTED_TABLES)
+def test_a_crafted_table_of_encoded_slices_is_refused(crafted: str) -> None:
+    raw = header(payload=ENCODED)
+    for field, values in CRAFTED_TABLES[crafted].items():
+        table(raw)[field] = values
+    # As whoever crafts it would: with a sum and a checksum that fit.
+    raw[: HEADER.itemsize].view(HEADER)[0]["payload_bytes"] = table(raw)["stored_bytes"].sum()
+    assert verdict(signed(raw)) is Verdict.BAD
+
+
+@pytest.mark.parametrize("codec", [CODEC_NONE, 1, 2, NUMBERS[2] + 1, 0x0801, 65535])
+def test_encoded_slices_under_a_codec_that_is_not_theirs_are_refused(codec: int) -> None:
+    raw = header(payload=ENCODED)
+    raw[: HEADER.itemsize].view(HEADER)[0]["codec"] = codec
+    assert verdict(signed(raw)) is Verdict.BAD
+    raw = header(payload=ENCODED)
+    raw[: HEADER.itemsize].view(HEADER)[0]["payload_bytes"] = GEOMETRY.payload_bytes
+    assert verdict(signed(raw)) is Verdict.BAD
+
+
 def test_an_empty_content_and_the_longest_fit_and_a_longer_one_does_not() -> None:
     room = GEOMETRY.max_content_bytes
     assert room >= 8 * SHAPE.block_tokens + 64
@@ -91,7 +147,7 @@ def test_the_header_region_is_whole_pages_with_room_for_the_tokens(block_tokens:
     assert geometry.max_content_bytes >= 8 * block_tokens + 64
     assert geometry.slot_bytes - geometry.header_bytes >= shape.block_bytes
     longest = SlotLabel(LABEL.namespace, LABEL.identity, bytes(8 * block_tokens + 64))
-    raw = geometry.header(longest, 1, 1, range(num_layers))
+    raw = geometry.header(longest, 1, 1, Payload(CODEC_NONE, array("Q", range(num_layers))))
     assert len(raw) <= geometry.header_bytes
     whole = np.zeros((1, geometry.header_bytes), np.uint8)
     whole[0, : len(raw)] = raw
@@ -226,7 +282,7 @@ def test_the_page_says_what_the_code_does(section: str, dtype: np.dtype[np.void]
 
 
 def test_the_page_names_the_numbers() -> None:
-    for number in (HEADER.itemsize, SLICE.itemsize, PAGE_BYTES):
+    for number in (HEADER.itemsize, SLICE.itemsize, PAGE_BYTES, *NUMBERS.values()):
         assert f"{number}" in PAGE
     assert SEGMENT_MAGIC.to_bytes(8, "little").decode().rstrip("\0") in PAGE
     assert SLOT_MAGIC.to_bytes(8, "little").decode().rstrip("\0") in PAGE

@@ -106,6 +106,39 @@ def test_a_lowered_ceiling_retires_what_is_held_back_too() -> None:
     pool.check_integrity()
 
 
+def test_a_retired_slot_is_never_handed_out_again_and_counts_no_more() -> None:
+    pool = SlotPool(5)
+    assert take(pool, 4) == [0, 1, 2, 3]
+    pool.retire(Slot(1))
+    pool.check_integrity()
+    assert (pool.ceiling, pool.num_free, pool.num_used, pool.used_frac) == (4, 1, 3, 0.75)
+    pool.give_back(Slot(0))
+    pool.hold_back([Slot(1), Slot(4)])
+    assert take(pool, 3) == [0, 4, None]
+    with pytest.raises(IntegrityError, match="slot 1"):
+        pool.retire(Slot(1))
+    with pytest.raises(IntegrityError, match="slot 1"):
+        pool.give_back(Slot(1))
+    pool.retire(Slot(3))
+    pool.lower_ceiling(3)  # of which 1 is retired
+    pool.check_integrity()
+    assert pool.ceiling == 2
+    pool.retire(Slot(4))  # beyond the ceiling: gone anyway
+    pool.retire(Slot(0))
+    pool.retire(Slot(2))
+    pool.check_integrity()
+    assert (pool.ceiling, pool.num_free, pool.used_frac) == (0, 0, 1.0)
+
+
+def test_integrity_sees_a_retired_slot_that_is_in_use_too() -> None:
+    pool = SlotPool(3)
+    slot = pool.take()
+    pool.retire(slot)
+    pool._taken.add(slot)
+    with pytest.raises(IntegrityError, match="retired slot"):
+        pool.check_integrity()
+
+
 def test_integrity_sees_a_slot_that_is_held_back_and_free() -> None:
     pool = SlotPool(3)
     pool.hold_back([Slot(0)])

@@ -1,0 +1,87 @@
+"""Blocks to the bytes that slots store, and slices back from them. No I/O."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+
+import numpy as np
+
+from kvtier.codecs.base import Codec
+from kvtier.codecs.zstd import NUMBERS as ZSTD_NUMBERS
+from kvtier.codecs.zstd import ZstdCodec
+from kvtier.errors import ConfigError
+from kvtier.stores.file_io import PAGE_BYTES
+from kvtier.stores.slot_format import CODEC_NONE, ENCODED_SLICE_LIMIT, Bytes, Payload, checksum, whole_pages
+from kvtier.types import BlockShape, Compression
+
+
+class PayloadCodec:
+    """Encodes as the config says, and decodes whatever a slot says. Any number of threads at once.
+
+    Memory: a block while one is encoded, a slice for each thread that ever decoded one.
+    """
+
+    def __init__(self, shape: BlockShape, compression: Compression) -> None:
+        """Raises ConfigError for a shape that zstd is not for."""
+        self._shape = shape
+        self._codecs: dict[int, Codec] = {number: ZstdCodec(size) for size, number in ZSTD_NUMBERS.items()}
+        self._encoder: Codec | None = None
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._raw_bytes = self._stored_bytes = 0
+        if compression is Compression.ZSTD:
+            if shape.element_bytes not in ZSTD_NUMBERS or shape.slice_bytes >= ENCODED_SLICE_LIMIT:
+                raise ConfigError(
+                    f"tiers.nvme.compression: zstd is for KV of 16 or 32 bits in slices below 4 GiB; this model's has "
+                    f"elements of {shape.element_bytes} bytes in slices of {shape.slice_bytes}: set it to none"
+                )
+            self._encoder = self._codecs[ZSTD_NUMBERS[shape.element_bytes]]
+
+    @property
+    def stored_frac(self) -> float:
+        """Stored bytes of all that was encoded, per byte of KV; 1.0 before anything was."""
+        with self._lock:
+            return self._stored_bytes / self._raw_bytes if self._raw_bytes else 1.0
+
+    def encode(self, block: Bytes) -> tuple[Bytes, Payload]:
+        """What to write for a block, and what to remember of it. Encoded, it is whole pages, on a page's boundary."""
+        step = self._shape.slice_bytes
+        slices = (block[start : start + step] for start in range(0, block.nbytes, step))
+        if self._encoder is None:
+            self._count(block.nbytes, block.nbytes)
+            return block, Payload(CODEC_NONE, array("Q", map(checksum, slices)))
+        data = _aligned(whole_pages(block.nbytes))
+        checksums, sizes, end = array("Q"), array("I"), 0
+        for raw in slices:
+            encoded = self._encoder.encode(raw)
+            place = data[end : end + encoded.nbytes]
+            place[...] = encoded
+            checksums.append(checksum(place))
+            sizes.append(encoded.nbytes)
+            end += encoded.nbytes
+        self._count(block.nbytes, end)
+        data[end : whole_pages(end)] = 0  # pages are written whole: nothing of another block's stays in the last one
+        return data[: whole_pages(end)], Payload(self._encoder.number, checksums, sizes)
+
+    def buffer(self, num_bytes: int) -> Bytes:
+        """Room for an encoded slice, this thread's own until it asks again."""
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = _aligned(self._shape.slice_bytes)
+        buffer: Bytes = self._local.buffer
+        return buffer[:num_bytes]
+
+    def decode(self, codec: int, encoded: Bytes, out: Bytes) -> None:
+        """One slice. Raises ValueError; `out` then holds garbage."""
+        self._codecs[codec].decode(encoded, out)
+
+    def _count(self, raw_bytes: int, stored_bytes: int) -> None:
+        with self._lock:
+            self._raw_bytes += raw_bytes
+            self._stored_bytes += stored_bytes
+
+
+def _aligned(num_bytes: int) -> Bytes:
+    room = np.empty(num_bytes + PAGE_BYTES, np.uint8)
+    start = -int(room.__array_interface__["data"][0]) % PAGE_BYTES
+    return room[start : start + num_bytes]
