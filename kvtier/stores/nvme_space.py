@@ -67,7 +67,7 @@ class SegmentSpace:
     Attributes:
         segments: those that are made. It only grows, at its end, until close.
         others: files that take room and are not read, who goes first at the front.
-        num_slots: slots of all segments, made or not.
+        num_slots: slots of all segments, made or not. A plan that was made anew has fewer, or leaves some unused.
     """
 
     def __init__(
@@ -110,17 +110,14 @@ class SegmentSpace:
 
         Raises: NoSpaceError, StoreError, ClosedError.
         """
-        index = bisect.bisect_right(self._first_slots, slot) - 1
-        if index >= len(self.segments):
+        if slot >= self.backed_slots():
             with self._lock:
                 # In order, so that "slots with backing" is a prefix; the pool hands out low slots first.
-                while index >= len(self.segments):
+                while slot >= self.backed_slots():
                     if self._closed:
                         raise ClosedError("nvme store: closed")
-                    self._check_whole()
+                    self._check_more()
                     self.segments.append(self._new_segment())
-        if slot >= self.backed_slots():
-            self._check_whole()
         return self.locate(slot)
 
     def backed_slots(self) -> int:
@@ -152,9 +149,43 @@ class SegmentSpace:
 
     # --- making segments
 
-    def _check_whole(self) -> None:
-        """A segment that had to be made shorter than planned is the last one."""
-        if self._is_short:
+    def reachable_slots(self) -> int:
+        """How many slots, from 0, have backing, or come to have it by whole segments that the disk has room for now.
+
+        Whole ones only: a disk that is all but full should not be cut into small files. Behind a segment that was made
+        shorter than planned, and of which nobody uses the rest, further ones are planned anew.
+        """
+        if not self._lock.acquire(blocking=False):
+            return self.backed_slots()  # one is being made, on a disk that may be slow
+        try:
+            if self._closed:
+                return 0
+            room_bytes = self._headroom_bytes() + sum(other.num_bytes for other in self.others)  # theirs can be had
+            if self._is_short:
+                self._plan_behind_short(room_bytes)
+            num_slots = self.backed_slots()
+            for planned in [] if self._is_short else self._planned[len(self.segments) :]:
+                room_bytes -= segment_bytes(planned, self._geometry.slot_bytes)
+                if room_bytes < 0:
+                    break
+                num_slots += planned
+            return num_slots
+        finally:
+            self._lock.release()
+
+    def _plan_behind_short(self, room_bytes: int) -> None:
+        made = self._planned[: len(self.segments) - 1]
+        made.append(self.backed_slots() - self._first_slots[len(made)])
+        taken_bytes = sum(self._planned_bytes(*each) for each in zip(made, self.segments, strict=True))
+        more = self._limits.new_segments(self._geometry, taken_bytes)
+        if more and room_bytes >= segment_bytes(more[0], self._geometry.slot_bytes):
+            self._planned = made + more
+            self._first_slots = [0, *itertools.accumulate(self._planned)][:-1]
+            self._is_short = False  # the last of the three: others may be asking what has backing
+
+    def _check_more(self) -> None:
+        """A segment that had to be made shorter than planned is the last one, until there is room for a whole one."""
+        if self._is_short or len(self.segments) == len(self._planned):
             available = self.backed_slots()
             raise NoSpaceError(f"nvme store: {self._folder.path} had room for {available} slots and no more", available)
 
