@@ -103,7 +103,7 @@ class Breaker:
             )  # fmt: skip
 
     def undecided(self, move_id: int) -> None:
-        """A move has ended in a way that says nothing of the tier's health: there was no space."""
+        """A move has ended in a way that says nothing of the tier's health: its slot has no backing."""
         if move_id == self._probe:
             self._probe = None
 

@@ -231,10 +231,15 @@ class Mover:
 
     def _note_no_space(self, result: MoveResult) -> None:
         move, pool = result.move, self.pools[result.move.dest]
-        if move.source < move.dest:
-            self.breakers[move.dest].undecided(move.move_id)
         before = pool.ceiling
         pool.lower_ceiling(result.available_slots)
+        if move.source < move.dest:
+            if (
+                move.dest_slot < pool.ceiling
+            ):  # a file system that allocates anew at each write: it would be tried again
+                self.breakers[move.dest].failed(move.move_id, result.error)
+            else:
+                self.breakers[move.dest].undecided(move.move_id)
         if pool.ceiling == before:
             return
         growth = self.regrowth.get(move.dest)

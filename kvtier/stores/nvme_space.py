@@ -160,7 +160,7 @@ class SegmentSpace:
         try:
             if self._closed:
                 return 0
-            room_bytes = self._headroom_bytes() + sum(other.num_bytes for other in self.others)  # theirs can be had
+            room_bytes = self._room_bytes()
             if self._is_short:
                 self._plan_behind_short(room_bytes)
             num_slots = self.backed_slots()
@@ -261,6 +261,13 @@ class SegmentSpace:
     def _headroom_bytes(self) -> int:
         return self._limits.free_bytes(self._folder.path)
 
+    def _room_bytes(self) -> int:
+        """What further segments may take of the disk: its headroom and what others have; none if it cannot be asked."""
+        try:
+            return self._headroom_bytes() + sum(other.num_bytes for other in list(self.others))
+        except OSError:
+            return 0
+
     # --- bytes
 
     def used_bytes(self) -> int:
@@ -277,7 +284,7 @@ class SegmentSpace:
     def ceiling_bytes(self) -> int:
         """What `used_bytes` can reach now: the budget, or less where the disk has no room for further segments."""
         others_bytes = sum(other.num_bytes for other in list(self.others))
-        headroom_bytes = self._headroom_bytes() + others_bytes  # theirs can be had
+        headroom_bytes = self._room_bytes()
         ceiling_bytes = self.used_bytes() - others_bytes
         if self._is_short:
             return ceiling_bytes + others_bytes

@@ -1,4 +1,4 @@
-"""A disk that is read-only, full, gone or out of descriptors for a while: the right tokens meanwhile, and writes after."""
+"""A disk that is read-only, full or gone, or no descriptors, for a while: the right tokens meanwhile, writes after."""
 
 from __future__ import annotations
 

@@ -267,6 +267,13 @@ def test_reachable_slots_are_those_of_whole_segments(tmp_path: Path, monkeypatch
         free_bytes[0] = free
         assert store.reachable_slots() == num_segments * per_segment
     assert len(segments(store)) == 1
+
+    def failing(path: Path) -> int:
+        raise OSError(errno.EIO, "fake")
+
+    monkeypatch.setattr("kvtier.system.free_disk_bytes", failing)
+    assert store.reachable_slots() == per_segment
+    assert store.ceiling_bytes() == store.used_bytes()
     store.close()
     assert store.reachable_slots() == 0
 

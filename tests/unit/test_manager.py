@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvtier.metrics import SequenceMetrics
 from kvtier.policies.mru import MRU
 from kvtier.residency import BlockState
 from kvtier.step import NewColumns, StepState
-from kvtier.types import EvictionPolicy, MovePurpose, SequenceId, Tier
+from kvtier.types import EvictionPolicy, MovePurpose, MoveResult, MoveStatus, SequenceId, Tier
 from tests.small_tiers import BROKEN_POLICIES, HandEngine, House, build
 
 # With nothing to fill up to, no block is copied down early or promoted in the background.
@@ -521,6 +522,20 @@ def test_a_tier_that_rests_is_not_tried_and_a_step_without_room_fails_at_once() 
             house.append(batch, [1])
         house.manager.poll()
     assert len(house.engine.started) == started
+    house.check()
+
+
+def test_no_space_for_a_slot_that_had_backing_counts_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = build(gpu=2, cpu=0, nvme=8)
+    batch = house.filled(8)
+
+    def end(flight: Any) -> MoveResult:
+        return MoveResult(flight.move, MoveStatus.NO_SPACE, "copied on write", available_slots=8)
+
+    monkeypatch.setattr(house.engine, "_end", end)
+    with pytest.raises(CapacityError, match="the nvme tier takes none for now, 3 moves to it failed: copied on write"):
+        house.append(batch, [1])
+    assert house.placement.pools[Tier.NVME].ceiling == 8
     house.check()
 
 
