@@ -6,8 +6,9 @@ Writes residency on the manager's behalf and touches no tensor: an engine does t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from kvtier.breaker import Breaker, Clock, Regrowth
 from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
 from kvtier.labels import Labels
 from kvtier.log import logger
@@ -46,10 +47,20 @@ class Mover:
         block_bytes: int,
         io_timeout_s: float,
         labels: Labels | None = None,
+        nvme_room: Callable[[], int] | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """`labels`: None where no block outlives the process."""
+        """Args:
+        labels: None where no block outlives the process.
+        nvme_room: how many slots of the nvme tier, from 0, can be had now; None: what a full disk took stays gone.
+        """
         self.labels = labels
         self.pools = dict(pools)
+        self.breakers: dict[Tier, Breaker] = {t: Breaker(t.label, clock) for t in pools if t is not Tier.GPU}
+        """By destination of the moves down that they judge."""
+        self.regrowth: dict[Tier, Regrowth] = {}
+        if nvme_room is not None and Tier.NVME in pools:
+            self.regrowth[Tier.NVME] = Regrowth(Tier.NVME.label, pools[Tier.NVME], nvme_room, clock)
         self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
         self.engine = engine
         self.metrics = metrics
@@ -67,7 +78,6 @@ class Mover:
         """Moves that somebody waits for, and how those ended that have."""
         self._leaving: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._next_move = 0
-        self._failures = 0
         self._last_error = ""
 
     # -- copies -----------------------------------------------------------------------------------------------------
@@ -118,6 +128,10 @@ class Mover:
         self.unreadable.discard(block)
         self.residency.delete(block)
 
+    def takes(self, tier: Tier) -> bool:
+        """Whether a move down into `tier` may start now: it is not out of use after failures."""
+        return self.breakers[tier].allows
+
     # -- moves ------------------------------------------------------------------------------------------------------
 
     def start(self, block: BlockId, purpose: MovePurpose, source: Tier, dest: Tier, dest_slot: Slot) -> Move:
@@ -132,6 +146,8 @@ class Mover:
         self.moves[move.move_id] = move
         if purpose is MovePurpose.DEMOTE:
             self._leaving[source] += 1
+        if source < dest:
+            self.breakers[dest].started(move.move_id)
         self.engine.start([move])
         return move
 
@@ -174,6 +190,10 @@ class Mover:
             self._leaving[move.source] -= 1
         if result.status is MoveStatus.DONE:
             self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
+            if move.source < move.dest:
+                self.breakers[move.dest].succeeded()
+            if move.dest in self.regrowth:
+                self.regrowth[move.dest].written(move.dest_slot)
             if move.source is Tier.NVME:
                 self.metrics.nvme_sole_reads += len(record.copies) == 1
                 if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves
@@ -204,21 +224,41 @@ class Mover:
     def _note_failure(self, result: MoveResult) -> None:
         move = result.move
         self.metrics.moves_failed += 1
-        self._failures += 1
         self._last_error = result.error
         if result.status is MoveStatus.NO_SPACE:
-            pool = self.pools[move.dest]
-            pool.lower_ceiling(result.available_slots)
-            logger.warning(
-                "the %s tier has room for %d blocks instead of %d (%s); going on with that",
-                move.dest.label, pool.ceiling - result.retires_slot, pool.num_slots, result.error,
-            )  # fmt: skip
+            self._note_no_space(result)
+        elif move.source < move.dest:  # the block stays where it is: nothing to warn of before the tier rests
+            logger.info("%s to %s of block %d failed: %s", move.source.label, move.dest.label, move.block, result.error)
+            self.breakers[move.dest].failed(move.move_id, result.error)
         else:
             if move.dest < move.source:
                 self.unreadable.add(move.block)
             logger.warning(
                 "%s to %s of block %d failed: %s", move.source.label, move.dest.label, move.block, result.error
             )
+
+    def _note_no_space(self, result: MoveResult) -> None:
+        move, pool = result.move, self.pools[result.move.dest]
+        before = pool.ceiling
+        pool.lower_ceiling(result.available_slots)
+        if move.source < move.dest:
+            # A file system that allocates anew at each write: the slot has backing and would be tried again.
+            if move.dest_slot < pool.ceiling and not result.retires_slot:
+                self.breakers[move.dest].failed(move.move_id, result.error)
+            else:
+                self.breakers[move.dest].undecided(move.move_id)
+        if pool.ceiling == before and not result.retires_slot:
+            return
+        growth = self.regrowth.get(move.dest)
+        if growth is not None and not growth.lowered():
+            logger.info(
+                "the %s tier has room for %d blocks after all (%s)", move.dest.label, pool.ceiling, result.error
+            )
+            return
+        logger.warning(
+            "the %s tier has room for %d blocks instead of %d (%s); going on with that",
+            move.dest.label, pool.ceiling - result.retires_slot, pool.num_slots, result.error,
+        )  # fmt: skip
 
     def copy_now(self, block: BlockId, purpose: MovePurpose, dest_slot: Slot) -> None:
         """Copy `block` from its fastest tier into a taken gpu slot and wait. PROMOTE adds the copy, COPY_TAIL not.

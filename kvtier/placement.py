@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import time
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from kvtier.breaker import Clock
 from kvtier.errors import CapacityError
 from kvtier.labels import Labels
 from kvtier.log import logger
@@ -46,9 +48,6 @@ class _Evictable(Container[BlockId]):
 class Placement(Mover):
     """Room on every tier: copies that are not needed go first, then blocks of idle sequences, then of running ones."""
 
-    # A lower tier that fails this many moves in one search for room is not going to take the next one either.
-    MAX_FAILURES = 3
-
     def __init__(
         self,
         pools: Mapping[Tier, SlotPool],
@@ -60,10 +59,13 @@ class Placement(Mover):
         watermarks: Mapping[Tier, Watermark],
         io_timeout_s: float,
         labels: Labels | None = None,
+        nvme_room: Callable[[], int] | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
-            pools, policies, engine, metrics, block_bytes=block_bytes, io_timeout_s=io_timeout_s, labels=labels
-        )
+            pools, policies, engine, metrics, block_bytes=block_bytes, io_timeout_s=io_timeout_s, labels=labels,
+            nvme_room=nvme_room, clock=clock,
+        )  # fmt: skip
         self.watermarks = dict(watermarks)
         self._oldest_first = False
         """Blocks that may go but that no policy names are given up too."""
@@ -79,15 +81,17 @@ class Placement(Mover):
     def make_room(self, tier: Tier, num_slots: int) -> None:
         """Wait until `num_slots` slots of `tier` are free: evict clean copies, demote the rest.
 
+        A lower tier that is out of use takes nothing: then this fails at once, and does not wait for the tier.
+
         Raises:
             CapacityError: no tier takes a block. Logically nothing has changed.
             TransferTimeoutError: as `wait`.
         """
         pool = self.pools[tier]
-        self._failures = 0
+        self._last_error = ""
         while pool.num_free < num_slots:
             short = num_slots - pool.num_free - self._leaving[tier]
-            if short > 0 and self._failures < self.MAX_FAILURES:
+            if short > 0:
                 self.give_up(tier, short)
                 if not self.moves and pool.num_free < num_slots:
                     self._give_up_oldest(tier, num_slots - pool.num_free)
@@ -110,7 +114,13 @@ class Placement(Mover):
             f"{t.label} {pool.num_used}/{pool.ceiling} blocks ({self.residency_pins(t)} pinned)"
             for t, pool in self.pools.items()
         )
-        cause = f"; last error: {self._last_error}" if self._failures else ""
+        cause = "".join(
+            f"; the {each.label} tier takes none for now, {each.num_failed} moves to it failed: {each.last_error}"
+            for each in self.breakers.values()
+            if each.is_resting
+        )
+        if not cause and self._last_error:
+            cause = f"; last error: {self._last_error}"
         return (
             f"no tier takes another block: {num_slots} slots of {self.block_bytes} bytes are needed on {tier.label}; "
             f"{state}{cause}. Raise a tier's budget, drop or reset() caches that are done with, or shorten the prompt"
@@ -170,11 +180,12 @@ class Placement(Mover):
         """A slot on the next slower tier that has one, or None; then something below was started or all is full."""
         below = self.lower(tier)
         while below is not None:
-            pool = self.pools[below]
-            slot = pool.take()
-            if slot is None and self._leaving[below] < num_wanted:
-                self.give_up(below, num_wanted - self._leaving[below], idle_only=idle_only)
+            pool, slot = self.pools[below], None
+            if self.takes(below):
                 slot = pool.take()
+                if slot is None and self._leaving[below] < num_wanted:
+                    self.give_up(below, num_wanted - self._leaving[below], idle_only=idle_only)
+                    slot = pool.take()
             if slot is not None:
                 return below, slot
             if self._leaving[below]:

@@ -146,6 +146,7 @@ class Runtime:
             watermarks=self._watermarks(),
             io_timeout_s=config.io_timeout_s,
             labels=self.labels,
+            nvme_room=nvme.reachable_slots if isinstance(nvme, NvmeStore) else None,
         )
         self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes)
         ring = None

@@ -35,7 +35,7 @@ class SlotPool:
 
     @property
     def ceiling(self) -> int:
-        """Slots that may be used: `num_slots`, or fewer once the medium turned out smaller."""
+        """Slots that may be used: `num_slots`, or fewer while the medium has less room."""
         return self._ceiling - len(self._retired)
 
     @property
@@ -116,6 +116,13 @@ class SlotPool:
         heapq.heapify(self._free)
         self._retired = {slot for slot in self._retired if slot < self._ceiling}
         self.hold_back([Slot(slot) for slot in self._held])
+
+    def raise_ceiling(self, num_slots: int) -> None:
+        """Use the slots below `num_slots` again, at most all there were. What was held back there is so no longer."""
+        before, self._ceiling = self._ceiling, max(self._ceiling, min(num_slots, self.num_slots))
+        for slot in range(before, min(self._fresh, self._ceiling)):
+            if slot not in self._taken:
+                heapq.heappush(self._free, slot)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot below the ceiling is free or in use, and none is both."""

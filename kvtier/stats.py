@@ -43,7 +43,8 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     store, pool = runtime.stores.get(tier), runtime.placement.pools.get(tier)
     if store is None or pool is None:
         return {"budget_bytes": 0, "used_bytes": 0, "peak_bytes": 0, "ceiling_bytes": 0, "num_slots": 0,
-                "used_slots": 0, "hit_frac": 0.0, "slices_read": 0, **_of_nvme(runtime, tier)}  # fmt: skip
+                "used_slots": 0, "hit_frac": 0.0, "slices_read": 0, "state": "absent", "failures": 0,
+                **_of_nvme(runtime, tier)}  # fmt: skip
     if isinstance(store, SlabStore):
         used, peak = (num * store.slot_bytes for num in (pool.num_used, pool.peak_used))
         if tier is Tier.GPU:
@@ -52,6 +53,7 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     else:
         used = store.used_bytes()
         peak = store.peak_bytes() if isinstance(store, NvmeStore) else used
+    breaker = runtime.placement.breakers.get(tier)
     stats: dict[str, Any] = {
         "budget_bytes": runtime.budgets[tier],
         "used_bytes": used,
@@ -61,6 +63,8 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
         "used_slots": pool.num_used,
         "hit_frac": runtime.metrics.hit_frac(tier),
         "slices_read": runtime.metrics.slices_read[tier],
+        "state": "resting" if breaker is not None and breaker.is_resting else "ok",
+        "failures": 0 if breaker is None else breaker.num_failed,
     }
     if isinstance(store, NvmeStore):
         stats |= {

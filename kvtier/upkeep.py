@@ -30,6 +30,8 @@ class Upkeep:
         """One round. O(moves finished + blocks of running sequences)."""
         placement = self._placement
         placement.commit_arrived()
+        for growth in placement.regrowth.values():
+            growth.look()
         for tier in (Tier.GPU, Tier.CPU):
             if tier in placement.pools and placement.lower(tier) is not None:
                 self._demote_to_low(tier)
@@ -53,7 +55,12 @@ class Upkeep:
             self._to_copy_down.clear()
             return
         limit = int(placement.watermarks[Tier.CPU].low_frac * pool.ceiling)
-        while self._to_copy_down and len(placement.moves) < self.MAX_BACKGROUND and pool.num_used < limit:
+        while (
+            self._to_copy_down
+            and len(placement.moves) < self.MAX_BACKGROUND
+            and pool.num_used < limit
+            and placement.takes(Tier.CPU)
+        ):
             block = self._to_copy_down.popleft()
             record = placement.residency.get(block)
             if record is None or record.move is not None or record.fastest is not Tier.GPU or len(record.copies) > 1:

@@ -25,7 +25,10 @@ TIMEOUT_S = 120
 WRONG_MODULE = 97  # exit status of GUARD
 
 CORE_TESTS = (
-    *(f"tests/unit/test_{name}.py" for name in ("slots", "block_table", "residency", "plan", "manager", "batch")),
+    *(
+        f"tests/unit/test_{name}.py"
+        for name in ("slots", "breaker", "block_table", "residency", "plan", "manager", "batch")
+    ),
     "tests/stateful/test_manager.py",
 )
 STORE_TESTS = (
@@ -80,6 +83,7 @@ SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
+BREAKER = "kvtier/breaker.py"
 NVME, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "folder", "gpu", "slab"))
 SPACE, OPEN, INDEX, HEADERS, FORMAT = (
     f"kvtier/stores/{name}.py" for name in ("nvme_space", "nvme_open", "slot_index", "slot_headers", "slot_format")
@@ -344,6 +348,48 @@ MUTANTS = [
         MOVER,
         "self.unreadable.add(move.block)",
         "self.unreadable.discard(move.block)",
+    ),
+    # tiers that rest or grow
+    Mutant("a tier that fails is never left alone", BREAKER, "return not self.is_resting or (", "return True or ("),
+    Mutant("a tier that rests is never tried", BREAKER, "self._probe is None and self._rest.is_over)", "False)"),
+    Mutant("a tier that rests gets many probes", BREAKER, "(self._probe is None and self._rest", "(self._rest"),
+    Mutant("each rest is as short as the first", BREAKER, "2 * self._length_s", "self._length_s"),
+    Mutant(
+        "an older failure makes the rest longer",
+        BREAKER,
+        "if move_id == self._probe:\n                ",
+        "if True:\n                ",
+    ),
+    Mutant("a resting tier is tried all the same", PLACEMENT, "if self.takes(below):", "if self.pools:"),
+    Mutant(
+        "no space for a slot with backing is tried for ever",
+        MOVER,
+        "if move.dest_slot < pool.ceiling:",
+        "if move.dest_slot < 0:",
+    ),
+    Mutant(
+        "a disk without the room it promises is asked as often",
+        BREAKER,
+        "            self._rest.lengthen()\n        return is_news",
+        "            self._rest.repeat()\n        return is_news",
+    ),
+    Mutant(
+        "slots in use are free when a ceiling rises",
+        SLOTS,
+        "            if slot not in self._taken:\n                heapq",
+        "            if slot >= 0:\n                heapq",
+    ),
+    Mutant(
+        "room that a whole segment does not fit in",
+        SPACE,
+        "                if room_bytes < 0:\n                    break\n",
+        "",
+    ),
+    Mutant(
+        "planned anew as if the short segment took nothing",
+        SPACE,
+        "        more = self._limits.new_segments(self._geometry, taken_bytes)",
+        "        more = self._limits.new_segments(self._geometry, 0)",
     ),
     # slots, residency, tables, plans
     Mutant("double free accepted", SLOTS, "if slot not in self._taken:", "if slot < 0:"),

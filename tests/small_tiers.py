@@ -119,12 +119,23 @@ class HangingEngine(FakeEngine):
 
 
 @dataclass
+class FakeClock:
+    """Time stands still unless a test moves it."""
+
+    now_s: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
 class House:
     """A manager, what it stands on, and the bytes that steps write: one cell a token, the token's id."""
 
     manager: TierManager
     placement: Placement
     engine: HangingEngine
+    clock: FakeClock
 
     def write(self, write: Write, cells: Sequence[int]) -> None:
         """Put a row's new tokens in its gpu slot, as the attention layers do: in place, before the commit."""
@@ -221,7 +232,7 @@ def build(
     """Tiers of that many slots; 0 leaves a tier out. With the default watermarks nothing moves before it must."""
     slots = {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: nvme}
     pools = {tier: SlotPool(num_slots) for tier, num_slots in slots.items() if num_slots}
-    engine = HangingEngine(seed, fail_frac, max_delay)
+    engine, clock = HangingEngine(seed, fail_frac, max_delay), FakeClock()
     placement = Placement(
         pools,
         {tier: (policies or {}).get(tier) or LRU() for tier in pools},
@@ -231,10 +242,12 @@ def build(
         watermarks={tier: Watermark(high_frac, low_frac) for tier in (Tier.GPU, Tier.CPU)},
         io_timeout_s=0.01,
         labels=labels,
+        nvme_room=lambda: engine.nvme_available_slots,
+        clock=clock,
     )
 
     def same_bytes(slot: Slot, other: Slot) -> bool:
         cells = [engine.bytes_by_slot.get((Tier.GPU, each)) for each in (slot, other)]
         return cells[0] is not None and cells[0] == cells[1]
 
-    return House(TierManager(placement, block_tokens, same_bytes), placement, engine)
+    return House(TierManager(placement, block_tokens, same_bytes), placement, engine, clock)

@@ -274,6 +274,13 @@ class NvmeStore(Store):
         self._check_open()
         return self._space.ceiling_bytes()
 
+    def reachable_slots(self) -> int:
+        """How many slots, from 0, have backing, or come to have it by whole segments that the disk has room for now.
+
+        Makes none. To be asked once a full disk was told of; what it says may be gone when it is used. One statvfs.
+        """
+        return self._space.reachable_slots()
+
     def peak_bytes(self) -> int:
         """The most that `used_bytes` ever was."""
         return self._space.peak_bytes()

@@ -78,7 +78,7 @@ class SegmentSpace:
     Attributes:
         segments: those that are made. It only grows, at its end, until close.
         others: files that take room and are not read, who goes first at the front.
-        num_slots: slots of all segments, made or not.
+        num_slots: slots of all segments, made or not. A plan that was made anew has fewer, or leaves some unused.
     """
 
     def __init__(
@@ -120,17 +120,14 @@ class SegmentSpace:
 
         Raises: NoSpaceError, StoreError, ClosedError.
         """
-        index, _ = self._place(slot)
-        if index >= len(self.segments):
+        if slot >= self._made_slots():
             with self._lock:
                 # In order, so that "slots with backing" is a prefix; the pool hands out low slots first.
-                while index >= len(self.segments):
+                while slot >= self._made_slots():
                     if self._closed:
                         raise ClosedError("nvme store: closed")
-                    self._check_whole()
+                    self._check_more()
                     self.segments.append(self._new_segment())
-        if slot >= self._made_slots():
-            self._check_whole()
         return self.locate(slot)
 
     def reserve(self, slot: Slot, payload_bytes: int) -> tuple[Segment, int]:
@@ -177,9 +174,43 @@ class SegmentSpace:
 
     # --- making segments
 
-    def _check_whole(self) -> None:
-        """A segment that had to be made shorter than planned is the last one."""
-        if self._is_short:
+    def reachable_slots(self) -> int:
+        """How many slots, from 0, have backing, or come to have it by whole segments that the disk has room for now.
+
+        Whole ones only: a disk that is all but full should not be cut into small files. Behind a segment that was made
+        shorter than planned, and of which nobody uses the rest, further ones are planned anew.
+        """
+        if not self._lock.acquire(blocking=False):
+            return self._made_slots()  # one is being made, on a disk that may be slow
+        try:
+            if self._closed:
+                return 0
+            room_bytes = self._room_bytes()
+            if self._is_short:
+                self._plan_behind_short(room_bytes)
+            num_slots = self._made_slots()
+            for planned in [] if self._is_short else self._planned[len(self.segments) :]:
+                room_bytes -= segment_bytes(planned, self._geometry.slot_bytes)
+                if room_bytes < 0:
+                    break
+                num_slots += planned
+            return num_slots
+        finally:
+            self._lock.release()
+
+    def _plan_behind_short(self, room_bytes: int) -> None:
+        made = self._planned[: len(self.segments) - 1]
+        made.append(self._made_slots() - self._first_slots[len(made)])
+        taken_bytes = sum(self._planned_bytes(*each) for each in zip(made, self.segments, strict=True))
+        more = self._limits.new_segments(self._geometry, taken_bytes)
+        if more and room_bytes >= segment_bytes(more[0], self._geometry.slot_bytes):
+            self._planned = made + more
+            self._first_slots = [0, *itertools.accumulate(self._planned)][:-1]
+            self._is_short = False  # the last of the three: others may be asking what has backing
+
+    def _check_more(self) -> None:
+        """A segment that had to be made shorter than planned is the last one, until there is room for a whole one."""
+        if self._is_short or len(self.segments) == len(self._planned):
             available = self._made_slots()
             raise NoSpaceError(f"nvme store: {self._folder.path} had room for {available} slots and no more", available)
 
@@ -268,6 +299,13 @@ class SegmentSpace:
     def _headroom_bytes(self) -> int:
         return self._limits.free_bytes(self._folder.path)
 
+    def _room_bytes(self) -> int:
+        """What further segments may take of the disk: its headroom and what others have; none if it cannot be asked."""
+        try:
+            return self._headroom_bytes() + sum(other.num_bytes for other in list(self.others))
+        except OSError:
+            return 0
+
     # --- bytes
 
     def used_bytes(self) -> int:
@@ -284,7 +322,7 @@ class SegmentSpace:
     def ceiling_bytes(self) -> int:
         """What `used_bytes` can reach now: the budget, or less where the disk has no room for further segments."""
         others_bytes = sum(other.num_bytes for other in list(self.others))
-        headroom_bytes = self._headroom_bytes() + others_bytes  # theirs can be had
+        headroom_bytes = self._room_bytes()
         ceiling_bytes = self.used_bytes() - others_bytes
         if self._is_short:
             return ceiling_bytes + others_bytes

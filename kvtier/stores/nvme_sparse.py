@@ -160,6 +160,18 @@ class SparseSpace(SegmentSpace):
                 return first + int(np.flatnonzero(pages.of)[-1]) + 1
         return 0
 
+    def reachable_slots(self) -> int:
+        """As the base class; but a slot that was refused for want of bytes stays so: contents do not get smaller."""
+        if not self._lock.acquire(blocking=False):
+            return self.backed_slots()
+        try:
+            if self._closed:
+                return 0
+            reachable = min(self._ceiling, self._made_slots()) if self._is_short else self._ceiling
+            return reachable if self._headroom_bytes() >= self._geometry.slot_bytes else self.backed_slots()
+        finally:
+            self._lock.release()
+
     def _new_segment(self) -> Segment:
         segment = super()._new_segment()
         num_slots = (segment.num_bytes - PAGE_BYTES) // self._geometry.slot_bytes

@@ -255,6 +255,77 @@ def test_a_part_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.Monke
     store.close()
 
 
+def test_reachable_slots_are_those_of_whole_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_bytes = [10 << 20]
+    monkeypatch.setattr("kvtier.system.free_disk_bytes", lambda path: free_bytes[0])
+    store = open_store(tmp_path / "kv")
+    assert store.reachable_slots() == store.num_slots
+    fill(store, 1)
+    segment_bytes = segments(store)[0].stat().st_size
+    per_segment = (segment_bytes - PAGE_BYTES) // store.slot_bytes
+    for free, num_segments in ((0, 1), (segment_bytes - 1, 1), (segment_bytes, 2), (3 * segment_bytes - 1, 3)):
+        free_bytes[0] = free
+        assert store.reachable_slots() == num_segments * per_segment
+    assert len(segments(store)) == 1
+
+    def failing(path: Path) -> int:
+        raise OSError(errno.EIO, "fake")
+
+    monkeypatch.setattr("kvtier.system.free_disk_bytes", failing)
+    assert store.reachable_slots() == per_segment
+    assert store.ceiling_bytes() == store.used_bytes()
+    store.close()
+    assert store.reachable_slots() == 0
+
+
+@pytest.mark.parametrize("num_spare", [1, 2])
+def test_after_a_segment_that_was_made_short_there_are_further_ones_when_there_is_room(
+    num_spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes = [10 << 20]
+    monkeypatch.setattr("kvtier.system.free_disk_bytes", lambda path: free_bytes[0])
+    store = open_store(tmp_path / "kv", persistent=True)
+    blocks = fill(store, 1)
+    segment_bytes = segments(store)[0].stat().st_size
+    per_segment = (segment_bytes - PAGE_BYTES) // store.slot_bytes
+    assert per_segment > num_spare
+    free_bytes[0] = PAGE_BYTES + num_spare * store.slot_bytes
+    backed = per_segment + num_spare
+    blocks = fill(store, backed)
+    free_bytes[0] = 10 << 20
+    with pytest.raises(NoSpaceError, match="and no more") as error:
+        store.write(Slot(backed), blocks[0])
+    assert error.value.available_slots == backed
+    free_bytes[0] = segment_bytes - 1
+    assert store.reachable_slots() == backed  # not whole: nothing is planned anew
+    with pytest.raises(NoSpaceError):
+        store.write(Slot(backed), blocks[0])
+    free_bytes[0] = 10 << 20
+    reachable = store.reachable_slots()
+    assert backed < reachable <= store.num_slots
+    assert store.reachable_slots() == reachable
+    for slot, block in enumerate(blocks):
+        assert torch.equal(read(store, slot), block)
+    blocks = fill(store, reachable)
+    for slot in range(reachable, store.num_slots):
+        with pytest.raises(NoSpaceError) as error:
+            store.write(Slot(slot), blocks[0])
+        assert error.value.available_slots == reachable
+    assert allocated_bytes(store.folder) == store.used_bytes() <= BUDGET_BYTES
+    # No more than one further segment's pages and rounding are lost.
+    assert reachable >= store.num_slots - per_segment
+    for slot, block in enumerate(blocks):
+        assert torch.equal(read(store, slot), block)
+    store.check_integrity()
+    sizes = [path.stat().st_size for path in segments(store)]
+    store.close()
+    again = open_store(tmp_path / "kv", persistent=True)  # the files say how long they are
+    assert [path.stat().st_size for path in segments(again)] == sizes
+    assert again.num_slots >= reachable and again.num_quarantined == 0
+    again.check_integrity()
+    again.close()
+
+
 # A child of its own, since the tmpfs needs a mount namespace and the file size limit cannot be raised again.
 FULL_DISK = """
     import resource, sys

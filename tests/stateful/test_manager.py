@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -324,7 +325,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         assert not any(residency[block].is_clean(Tier.GPU) for block in movable)
         for tier in lower:
-            assert self.placement.pools[tier].num_free == 0
+            assert self.placement.pools[tier].num_free == 0 or not self.placement.takes(tier)
             assert not set(residency.redundant[tier]) - pinned
 
     def step(self, batch: ModelBatch, num_new: int, fill: Fill = PLAIN) -> bool:
@@ -559,6 +560,15 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pins.clear()
 
     # -- misfortune -------------------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 5.0, 60.0, 300.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.house.clock.now_s += seconds
+
+    @rule(num_slots=counts)
+    def disk_has_room_again(self, num_slots: int) -> None:
+        if self.engine.nvme_available_slots < sys.maxsize:
+            self.engine.nvme_available_slots += num_slots
 
     @rule(
         misfortune=st.sampled_from(["none", "none", "some fail", "all fail", "hang", "disk full", "bytes short"]),

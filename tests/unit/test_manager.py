@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvtier.metrics import SequenceMetrics
 from kvtier.policies.mru import MRU
 from kvtier.residency import BlockState
 from kvtier.step import NewColumns, StepState
-from kvtier.types import EvictionPolicy, MovePurpose, SequenceId, Tier
+from kvtier.types import EvictionPolicy, MovePurpose, MoveResult, MoveStatus, SequenceId, Tier
 from tests.small_tiers import BROKEN_POLICIES, HandEngine, House, build
 
 # With nothing to fill up to, no block is copied down early or promoted in the background.
@@ -494,10 +495,118 @@ def test_a_failed_move_changes_nothing() -> None:
     assert house.used() == {"gpu": 2, "cpu": 0, "nvme": 0}
     assert house.placement.metrics.moves_failed == 2
     assert not house.placement.metrics.bytes_moved
-    with pytest.raises(CapacityError, match="last error: fake: the move failed"):
+    with pytest.raises(CapacityError, match="the cpu tier takes none for now, 4 moves to it failed: fake: the move "):
         house.append(batch, [1])
     house.engine.fail_frac = 0.0
+    house.clock.now_s += 1
     house.append(batch, [1])
+    house.check()
+
+
+def fail_to_rest(house: House) -> Batch:
+    """A batch of two blocks on a gpu tier of two slots, below which the nvme tier has failed until it rests."""
+    batch = house.filled(8)
+    house.engine.fail_frac = 1.0
+    with pytest.raises(CapacityError, match=r"the nvme tier takes none for now, \d moves to it failed: fake: the "):
+        house.append(batch, [1])
+    assert house.placement.breakers[Tier.NVME].is_resting
+    return batch
+
+
+def test_a_tier_that_rests_is_not_tried_and_a_step_without_room_fails_at_once() -> None:
+    house = build(gpu=2, cpu=0, nvme=8)
+    batch = fail_to_rest(house)
+    started = len(house.engine.started)
+    for _ in range(5):
+        with pytest.raises(CapacityError, match=r"gpu 2/2 .*the nvme tier takes none for now, . moves to it failed"):
+            house.append(batch, [1])
+        house.manager.poll()
+    assert len(house.engine.started) == started
+    house.check()
+
+
+def test_no_space_for_a_slot_that_had_backing_counts_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = build(gpu=2, cpu=0, nvme=8)
+    batch = house.filled(8)
+
+    def end(flight: Any) -> MoveResult:
+        return MoveResult(flight.move, MoveStatus.NO_SPACE, "copied on write", available_slots=8)
+
+    monkeypatch.setattr(house.engine, "_end", end)
+    with pytest.raises(CapacityError, match="the nvme tier takes none for now, 3 moves to it failed: copied on write"):
+        house.append(batch, [1])
+    assert house.placement.pools[Tier.NVME].ceiling == 8
+    house.check()
+
+
+def test_what_lies_on_a_tier_that_rests_is_read() -> None:
+    house = build(gpu=2, cpu=0, nvme=8, **NO_BACKGROUND)
+    low = house.filled(6, 100)
+    house.placement.give_up(Tier.GPU, 2)
+    house.drain()
+    assert house.tiers_of(low) == ["nvme"] * 2
+    batch = fail_to_rest(house)
+    house.engine.fail_frac = 0.0
+    house.manager.drop(batch)
+    house.append(low, [106])
+    assert house.read(low) == list(range(100, 107))
+    assert house.placement.breakers[Tier.NVME].is_resting
+    house.check()
+
+
+def test_the_next_faster_tier_takes_what_the_one_that_rests_does_not() -> None:
+    house = build(gpu=2, cpu=2, nvme=8, **NO_BACKGROUND)
+    batch = house.filled(16)  # gpu and cpu are full
+    house.engine.fail_frac = 1.0
+    with pytest.raises(CapacityError, match="the nvme tier takes none"):
+        house.append(batch, [1])
+    house.engine.fail_frac = 0.0
+    house.drain()
+    started = len(house.engine.started)
+    house.manager.truncate(batch, 8)
+    house.append(batch, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert sorted(house.tiers_of(batch)) == ["cpu", "cpu", "gpu", "gpu"]
+    assert all(move.dest is not Tier.NVME for move in house.engine.started[started:])
+    house.check()
+
+
+def test_one_move_probes_a_tier_that_rested_and_the_others_follow_when_it_has_succeeded() -> None:
+    house = build(gpu=2, cpu=0, nvme=8, **NO_BACKGROUND)
+    batch = fail_to_rest(house)
+    house.clock.now_s += 1
+    started = len(house.engine.started)
+    house.placement.give_up(Tier.GPU, 2)
+    assert len(house.engine.started) == started + 1  # all fail: so does the probe
+    house.drain()
+    house.clock.now_s += 1
+    house.placement.give_up(Tier.GPU, 2)
+    assert len(house.engine.started) == started + 1  # it rests twice as long
+    house.clock.now_s += 1
+    house.engine.fail_frac = 0.0
+    house.append(batch, [8, 9, 10, 11, 12, 13, 14, 15])  # needs both slots
+    assert house.tiers_of(batch) == ["nvme", "nvme", "gpu", "gpu"]
+    assert not house.placement.breakers[Tier.NVME].is_resting
+    house.check()
+
+
+def test_a_disk_that_has_room_again_takes_blocks_again(caplog: pytest.LogCaptureFixture) -> None:
+    house = build(gpu=2, cpu=0, nvme=8)
+    pool = house.placement.pools[Tier.NVME]
+    house.engine.nvme_available_slots = 3
+    batches = []
+    with pytest.raises(CapacityError):
+        for index in range(8):
+            batches.append(house.filled(4, 100 * index))
+    house.engine.nvme_available_slots = 6
+    house.manager.poll()
+    assert pool.ceiling == 3  # it is not asked all the time
+    house.clock.now_s += 5
+    with caplog.at_level(logging.INFO, "kvtier"):
+        house.manager.poll()
+    assert pool.ceiling == 6 and "the nvme tier has room for 6 blocks again" in caplog.text
+    for index in range(5, 8):
+        batches.append(house.filled(4, 100 * index))
+    assert house.used() == {"gpu": 2, "nvme": 6}
     house.check()
 
 

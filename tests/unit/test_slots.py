@@ -64,6 +64,37 @@ def test_a_ceiling_only_goes_down() -> None:
     assert pool.take() is None
 
 
+def test_a_raised_ceiling_brings_back_the_free_slots_beyond_it() -> None:
+    pool = SlotPool(8)
+    assert take(pool, 6) == [0, 1, 2, 3, 4, 5]
+    pool.lower_ceiling(2)
+    pool.give_back(Slot(3))
+    pool.give_back(Slot(1))
+    pool.raise_ceiling(5)  # 2 and 4 were in use all the time
+    assert (pool.ceiling, pool.num_free, pool.num_used) == (5, 2, 4)
+    pool.check_integrity()
+    pool.give_back(Slot(4))
+    pool.give_back(Slot(5))
+    assert take(pool, 4) == [1, 3, 4, None]
+    pool.raise_ceiling(100)
+    assert pool.ceiling == 8
+    assert take(pool, 4) == [5, 6, 7, None]
+    pool.check_integrity()
+    pool.raise_ceiling(3)  # never lowers
+    assert pool.ceiling == 8
+
+
+def test_what_was_held_back_beyond_a_lowered_ceiling_is_ordinary_when_it_is_raised() -> None:
+    pool = SlotPool(6)
+    pool.hold_back([Slot(4), Slot(1)])
+    assert take(pool, 2) == [0, 2]
+    pool.lower_ceiling(3)
+    pool.raise_ceiling(6)
+    pool.check_integrity()
+    assert take(pool, 5) == [3, 4, 5, 1, None]
+    pool.check_integrity()
+
+
 def test_a_tier_without_slots_is_full() -> None:
     assert SlotPool(0).used_frac == 1.0
 
