@@ -316,7 +316,7 @@ MUTANTS = [
     Mutant(
         "slot of a failed move leaks",
         MOVER,
-        "DONE or abandoned:\n            self.pools[move.dest].give_back(move.dest_slot)\n",
+        "DONE or abandoned:\n            self._put_back(result)\n",
         "DONE or abandoned:\n            pass\n",
     ),
     Mutant(
@@ -364,7 +364,7 @@ MUTANTS = [
     Mutant(
         "no space for a slot with backing is tried for ever",
         MOVER,
-        "if move.dest_slot < pool.ceiling:",
+        "if move.dest_slot < pool.ceiling and not result.retires_slot:",
         "if move.dest_slot < 0:",
     ),
     Mutant(
@@ -392,8 +392,18 @@ MUTANTS = [
         "        more = self._limits.new_segments(self._geometry, 0)",
     ),
     # slots, residency, tables, plans
-    Mutant("double free accepted", SLOTS, "if slot not in self._taken:", "if slot < 0:"),
-    Mutant("slot beyond the ceiling handed out again", SLOTS, "if slot < self._ceiling:\n", "if slot >= 0:\n"),
+    Mutant(
+        "double free accepted",
+        SLOTS,
+        "if slot not in self._taken:\n            raise",
+        "if slot < 0:\n            raise",
+    ),
+    Mutant(
+        "slot beyond the ceiling handed out again",
+        SLOTS,
+        "if slot < self._ceiling:\n            heapq",
+        "if slot >= 0:\n            heapq",
+    ),
     Mutant(
         "dropped copy still listed as redundant",
         RESIDENCY,
@@ -499,9 +509,7 @@ MUTANTS = [
     ),
     # the stores
     Mutant("nvme checksum not compared", NVME, "if actual != expected:", "if expected < 0:"),
-    Mutant(
-        "nvme checksum of another slice", NVME, "_verify(data, checksums[layer],", "_verify(data, checksums[layer - 1],"
-    ),
+    Mutant("nvme checksum of another slice", NVME, "payload.checksums[layer],", "payload.checksums[layer - 1],"),
     Mutant(
         "nvme slice read from the next one's place",
         NVME,
