@@ -28,7 +28,7 @@ class Made(enum.IntEnum):
     PLACED = 1
     """Its id and its position."""
     OTHERWISE = 2
-    """Other inputs too (token types, …), which nobody keeps: it cannot be computed again."""
+    """Other inputs too (token types, …), hooks or autocast, which nobody keeps: it cannot be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,10 @@ class BlockTable:
         if last > len(self._ids):
             return "some of its tokens were fed as inputs_embeds, and their ids are not known"
         if Made.OTHERWISE in self._made[first:last]:
-            return "some of its tokens were computed with inputs beside ids, positions and a mask (token types, …)"
+            return (
+                "some of its tokens were computed under hooks or autocast, or with inputs beside ids, positions and a "
+                "mask (token types, …)"
+            )
         return None
 
     def spans(self, first: int, last: int) -> Iterator[Span]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvtier.batch import Batch
+from kvtier.block_table import Made
 from kvtier.errors import BlockLostError, BudgetError, CapacityError, UnsupportedError
 from kvtier.hf import (
     CACHE_NAMES,
@@ -111,6 +112,8 @@ class _SplitForward:
         self._state.take_rows(inputs.num_rows)
         self._state.check_weights()
         self._state.note_arguments(arguments)
+        if not self._state.is_plain():
+            inputs = replace(inputs, made=Made.OTHERWISE)
         return inputs, columns_masked_since(self._batch, arguments.get("attention_mask"))
 
     def _drop_held(self) -> None:

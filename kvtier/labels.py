@@ -34,6 +34,10 @@ class Source(Protocol):
         """Hash the model as it is now; None if it has parts that cannot be hashed. Seconds a GB: a fraction of one."""
         ...
 
+    def structure(self) -> bytes | None:
+        """Of all but the tensors: what the modules are and what is set on them. None if a part cannot be told."""
+        ...
+
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call computes the KV of its tokens from ids, positions, padding and the fingerprint alone."""
         ...

@@ -62,8 +62,9 @@ class Mender:
         return Past.WINDOWS if untiered.layers else Past.BLOCKS
 
     def _mend(self, losses: Losses, lost: Sequence[int], why: str) -> None:
-        if not self._state.has_current_weights():
-            raise BlockLostError(f"{why}; it cannot be recomputed: the model's weights have changed since")
+        obstacle = self._state.obstacle()
+        if obstacle is not None:
+            raise BlockLostError(f"{why}; it cannot be recomputed: {obstacle}", tuple(lost))
         losses.mend(lost, why)
 
     def _all_lost(self, lost: list[int]) -> list[int]:
@@ -76,7 +77,7 @@ class Mender:
     @contextmanager
     def _open_row(self, batch: Batch) -> Iterator[Compute]:
         cache = TieredCache(self._runtime, batch=batch)
-        cache.state.weights = self._state.weights
+        cache.state.weights, cache.state.structure = self._state.weights, self._state.structure
         try:
             yield partial(self._compute, cache)
         finally:

@@ -88,7 +88,7 @@ class Runtime:
         Args:
             weights_mark: a number that changes with the model's weights.
             new_untiered: empty caches for the layers that are not tiered, by layer index.
-            fingerprints: of the model; asked only where the nvme folder outlives the process.
+            fingerprints: of the model; its tensors are hashed only where the nvme folder outlives the process.
 
         Raises:
             ConfigError, BudgetError, FolderInUseError: nothing stays allocated.
@@ -97,7 +97,7 @@ class Runtime:
         self.turn = Turn()
         self.closed = False
         self.pid = os.getpid()
-        self.weights_mark, self.new_untiered = weights_mark, new_untiered
+        self.weights_mark, self.new_untiered, self.source = weights_mark, new_untiered, fingerprints
         self.untiered: weakref.WeakSet[UntieredBytes] = weakref.WeakSet()
         """What each live cache keeps beside the tiers."""
         self.untiered_peak_bytes = 0

@@ -30,7 +30,7 @@ class SlotPool:
         self._held: deque[int] = deque()  # in the order to hand out
         self._is_held: set[int] = set()
         self._num_passed = 0  # held slots below _fresh
-        self._retired: set[int] = set()  # below _ceiling, and never handed out again
+        self._retired: set[int] = set()  # below _ceiling, and not handed out until there is room
         self.peak_used = 0
 
     @property
@@ -85,7 +85,7 @@ class SlotPool:
             heapq.heappush(self._free, slot)
 
     def retire(self, slot: Slot) -> None:
-        """Take a slot back for good: the medium has no room for it.
+        """Take a slot back and hand it out no more until `raise_ceiling`: the medium has no room for it.
 
         Raises:
             IntegrityError: the slot was not handed out; nothing changed.
@@ -118,7 +118,14 @@ class SlotPool:
         self.hold_back([Slot(slot) for slot in self._held])
 
     def raise_ceiling(self, num_slots: int) -> None:
-        """Use the slots below `num_slots` again, at most all there were. What was held back there is so no longer."""
+        """Use the slots below `num_slots` again, at most all there were. What was held back there is so no longer.
+
+        With at least the ceiling itself, the medium has room: retired slots can be tried again.
+        """
+        if num_slots >= self._ceiling:
+            for slot in self._retired:
+                heapq.heappush(self._free, slot)
+            self._retired.clear()
         before, self._ceiling = self._ceiling, max(self._ceiling, min(num_slots, self.num_slots))
         for slot in range(before, min(self._fresh, self._ceiling)):
             if slot not in self._taken:

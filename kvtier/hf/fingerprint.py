@@ -62,6 +62,18 @@ class Fingerprints:
         """As the function `fingerprint`."""
         return fingerprint(self._model, self._group, self._salt)
 
+    def structure(self) -> bytes | None:
+        """Of all but parameters and buffers, which the mark watches; None if a part of the model cannot be told.
+
+        Cost: O(modules), milliseconds.
+        """
+        try:
+            return digest("structure", [
+                ("modules", canonical(_modules(self._model))), ("adapters", canonical(_adapters(self._model))),
+            ])  # fmt: skip
+        except UnsupportedModelError:
+            return None
+
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call's KV follows from ids, positions, padding and the fingerprint: no hooks, no autocast."""
         given = {name for name, value in arguments.items() if value is not None}

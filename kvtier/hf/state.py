@@ -29,6 +29,8 @@ class CacheState:
     """Rows that the caller asked for; None: whatever the first call has."""
     weights: int = 0
     """Mark of the weights that the tokens held were computed with."""
+    structure: bytes | None = None
+    """What the model was beside its weights when the first of them was computed; None: nobody asks, or can tell."""
     held_of_prompt: int = 0
     """Columns to drop from the next forward: assisted decoding passes the whole prompt again, held or not."""
     user: int | None = None
@@ -51,7 +53,9 @@ class CacheState:
         """Raise UnsupportedError if the model is no longer the one that made this KV."""
         if self.batch.length == 0:
             self.weights = self.runtime.weights_mark()
-            labels = self.runtime.labels
+            source, labels = self.runtime.source, self.runtime.labels
+            recomputes = source is not None and self.runtime.config.on_block_loss == "recompute"
+            self.structure = source.structure() if source is not None and recomputes else None
             # Hashed before the first token is computed: a hash made later would say nothing about this KV.
             self.batch.origin = None if labels is None else labels.origin(self.weights)
         elif not self.has_current_weights():
@@ -68,6 +72,23 @@ class CacheState:
         labels = self.runtime.labels
         if labels is not None and self.batch.origin is not None and not labels.is_plain(arguments):
             self.batch.origin = None
+
+    def is_plain(self) -> bool:
+        """Whether no hook and no autocast has a part in what the model computes now. Called after `check_weights`."""
+        return self.runtime.source is None or self.runtime.source.is_plain({})
+
+    def obstacle(self) -> str | None:
+        """Why the model as it is now would not compute the tokens held again; None where nothing speaks against it."""
+        if not self.has_current_weights():
+            return "the model's weights have changed since"
+        if not self.is_plain():
+            return "hooks or autocast have a part in what the model computes now, and nobody can tell whether they had"
+        if self.runtime.source is None:
+            return None
+        now = self.runtime.source.structure()
+        if now is None:
+            return "a part of the model was replaced, and nobody can tell what it computes"
+        return None if now == self.structure else "the model's modules or what is set on them have changed since"
 
     def check_open(self) -> None:
         """Raise ClosedError once the wrapper is closed."""

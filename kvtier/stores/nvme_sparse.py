@@ -65,7 +65,7 @@ class SparseSpace(SegmentSpace):
         """`pages`: of each slot of each segment that is there, as `give_back_holes` returns them."""
         super().__init__(folder, geometry, limits, sync=sync, there=there, others=others)
         self._pages = [_SlotPages(each) for each in pages]
-        self._ceiling = self.num_slots  # from here on slots were refused once, and nobody was told otherwise
+        self._ceiling = self.num_slots  # from here on slots were refused, and there has been no room since
         self._num_changing = 0
 
     def reserve(self, slot: Slot, payload_bytes: int) -> tuple[Segment, int]:
@@ -161,14 +161,18 @@ class SparseSpace(SegmentSpace):
         return 0
 
     def reachable_slots(self) -> int:
-        """As the base class; but a slot that was refused for want of bytes stays so: contents do not get smaller."""
+        """The slots that can be tried while there is room for one more, of the expected size; 0 while there is not."""
         if not self._lock.acquire(blocking=False):
-            return self.backed_slots()
+            return 0  # a segment is being made, on a disk that may be slow
         try:
             if self._closed:
                 return 0
-            reachable = min(self._ceiling, self._made_slots()) if self._is_short else self._ceiling
-            return reachable if self._headroom_bytes() >= self._geometry.slot_bytes else self.backed_slots()
+            more_bytes = self._limits.expected_slot_bytes(self._geometry)
+            fits_budget = self._taken_bytes() + more_bytes <= self._limits.budget_bytes
+            if not fits_budget or self._headroom_bytes() < more_bytes:
+                return 0
+            self._ceiling = self.num_slots
+            return self._made_slots() if self._is_short else self.num_slots
         finally:
             self._lock.release()
 
