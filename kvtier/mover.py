@@ -234,9 +234,7 @@ class Mover:
         before = pool.ceiling
         pool.lower_ceiling(result.available_slots)
         if move.source < move.dest:
-            if (
-                move.dest_slot < pool.ceiling
-            ):  # a file system that allocates anew at each write: it would be tried again
+            if move.dest_slot < pool.ceiling:  # copied on write: the slot has backing, and would be tried for ever
                 self.breakers[move.dest].failed(move.move_id, result.error)
             else:
                 self.breakers[move.dest].undecided(move.move_id)
