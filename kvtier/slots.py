@@ -106,9 +106,8 @@ class SlotPool:
     def raise_ceiling(self, num_slots: int) -> None:
         """Use the slots below `num_slots` again, at most all there were. What was held back there is so no longer."""
         before, self._ceiling = self._ceiling, max(self._ceiling, min(num_slots, self.num_slots))
-        for slot in range(before, min(self._fresh, self._ceiling)):
-            if slot not in self._taken:
-                heapq.heappush(self._free, slot)
+        for slot in set(range(before, min(self._fresh, self._ceiling))) - self._taken:
+            heapq.heappush(self._free, slot)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot below the ceiling is free or in use, and none is both."""
