@@ -20,7 +20,10 @@ def drop(run: Run) -> list[str]:
         run.tiered.check_integrity()
     except KVTierError as error:
         run.errors.append(f"{type(error).__name__}: {error}")
-    stats = run.tiered.stats()
+    deadline_s = time.monotonic() + 10.0
+    # A block that is on its way goes when its move has ended, of which stats() takes note.
+    while (stats := run.tiered.stats())["moves_in_flight"] and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     return [
         f"{stats[name]} {name} left after all caches were dropped" for name in ("blocks", "sequences") if stats[name]
     ]

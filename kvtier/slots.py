@@ -127,9 +127,8 @@ class SlotPool:
                 heapq.heappush(self._free, slot)
             self._retired.clear()
         before, self._ceiling = self._ceiling, max(self._ceiling, min(num_slots, self.num_slots))
-        for slot in range(before, min(self._fresh, self._ceiling)):
-            if slot not in self._taken:
-                heapq.heappush(self._free, slot)
+        for slot in set(range(before, min(self._fresh, self._ceiling))) - self._taken:
+            heapq.heappush(self._free, slot)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot below the ceiling is free or in use, and none is both."""

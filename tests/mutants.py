@@ -376,8 +376,8 @@ MUTANTS = [
     Mutant(
         "slots in use are free when a ceiling rises",
         SLOTS,
-        "            if slot not in self._taken:\n                heapq",
-        "            if slot >= 0:\n                heapq",
+        "min(self._fresh, self._ceiling))) - self._taken:",
+        "min(self._fresh, self._ceiling))):",
     ),
     Mutant(
         "room that a whole segment does not fit in",
