@@ -62,7 +62,10 @@ def read_source(source: str | Path) -> tuple[str, str]:
             hint = closest(source, presets)
             raise ConfigError(f"config: no preset is named {source!r}{hint}. Presets: {', '.join(presets)}")
     try:
-        return str(source), Path(source).expanduser().read_text(encoding="utf-8")
+        path = Path(source).expanduser()
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise ValueError("it is not a regular file")
+        return str(source), path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(

@@ -348,3 +348,60 @@ def test_changed_weights_are_refused_and_nothing_is_computed_with_them(tmp_path:
         handle.remove()
         assert recomputed(tiered) == 0
         tiered.check_integrity()
+
+
+# -- a model that is not the one that made the block -------------------------------------------------------------------
+
+
+def steer(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + 3.0
+
+
+def hook(model: Any) -> Callable[[], None]:
+    handle = model.model.layers[0].mlp.register_forward_hook(steer)
+    return handle.remove
+
+
+def set_attribute(model: Any) -> Callable[[], None]:
+    attention = model.model.layers[0].self_attn
+    before, attention.scaling = attention.scaling, attention.scaling * 3
+    return lambda: setattr(attention, "scaling", before)
+
+
+def replace_forward(model: Any) -> Callable[[], None]:
+    mlp = model.model.layers[0].mlp
+    original = mlp.forward
+    mlp.forward = lambda hidden: original(hidden) * 2
+    return lambda: vars(mlp).pop("forward")
+
+
+@pytest.mark.parametrize("change", [hook, set_attribute, replace_forward])
+@pytest.mark.parametrize("made_under_it", [False, True])
+@torch.no_grad()
+def test_a_model_that_would_compute_other_kv_recomputes_nothing(
+    change: Callable[[Any], Callable[[], None]], made_under_it: bool, tmp_path: Path
+) -> None:
+    """The weights are the same and nothing was refused: the block was silently made anew by another model."""
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path, cpu_blocks=0)) as tiered:
+        cache, fine = tiered.new_cache(), tiered.new_cache()
+        undo = change(model) if made_under_it else None
+        tiered(tokens(200), cache=cache)
+        if undo is not None:
+            undo()
+        tiered(tokens(200, 5), cache=fine)
+        damage_files(tiered, truncate)
+        undo = None if made_under_it else change(model)
+        held = cache.get_seq_length()
+        with pytest.raises(
+            BlockLostError, match=r"hooks|modules or what is set on them|part of the model was replaced"
+        ):
+            tiered(tokens(10, 1), cache=cache)
+        assert (cache.get_seq_length(), recomputed(tiered)) == (held, 0)
+        tiered.check_integrity()
+        if undo is not None:
+            undo()
+        # As it was before, another conversation's blocks are recomputed.
+        plain = plain_forward(model, torch.cat([tokens(200, 5), tokens(10, 2)], dim=1))[:, 200:]
+        assert float((tiered(tokens(10, 2), cache=fine).logits - plain).abs().max()) < 1e-4
+        assert recomputed(tiered) > 0
