@@ -15,7 +15,8 @@ from transformers import DynamicCache
 
 from kvtier import TieredKV
 from kvtier.errors import BlockLostError
-from kvtier.hf import TieredCache, current_step
+from kvtier.hf import TieredCache
+from kvtier.open_step import OpenStep
 from kvtier.stores.nvme import NvmeStore
 from kvtier.testing import Fault, FaultyStore
 from kvtier.types import Tier
@@ -76,13 +77,13 @@ def state_of(tiered: TieredKV, cache: TieredCache) -> tuple[object, ...]:
 
 # Blocks lie on nvme more in blockwise; with layers that start over, a loss costs a prefill, in which others happen.
 RATES = {
-    ("llama", "blockwise"): 0.0015,
+    ("llama", "blockwise"): 0.002,
     ("llama", "gathered"): 0.003,
-    ("gpt2", "blockwise"): 0.0015,
+    ("gpt2", "blockwise"): 0.002,
     ("gpt2", "gathered"): 0.003,
-    ("gemma3", "blockwise"): 0.001,
+    ("gemma3", "blockwise"): 0.0015,
     ("gemma3", "gathered"): 0.002,
-    ("granitemoehybrid", "blockwise"): 0.0012,
+    ("granitemoehybrid", "blockwise"): 0.0015,
     ("granitemoehybrid", "gathered"): 0.002,
 }
 
@@ -91,10 +92,14 @@ RATES = {
 def test_every_step_is_right_while_reads_fail(family: str, mode: str, tmp_path: Path) -> None:
     model, rate = tiny(family), RATES[family, mode]
     with TieredKV(model, small_config(model, tmp_path, mode)) as tiered:
-        store, cache = faulty(tiered, dict.fromkeys(READS, rate)), tiered.new_cache()
-        for ids, expected in plain_turns(model):
-            assert_same(tiered.generate(ids, cache=cache, **GREEDY), expected, CLOSE)
-            tiered.check_integrity()
+        store, turns = faulty(tiered, dict.fromkeys(READS, rate)), plain_turns(model)
+        for _ in range(5):  # threads decide which read meets which fault, and so how many come up
+            cache = tiered.new_cache()
+            for ids, expected in turns:
+                assert_same(tiered.generate(ids, cache=cache, **GREEDY), expected, CLOSE)
+                tiered.check_integrity()
+            if recomputed(tiered) >= 10 and {fault for _, fault in store.injected} == set(READS):
+                break
         assert recomputed(tiered) >= 10
         assert {fault for _, fault in store.injected} == set(READS)
 
@@ -112,21 +117,29 @@ def test_without_the_checksum_the_same_faults_are_wrong_tokens(tmp_path: Path) -
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("family", "rate"), [("llama", 0.002), ("opt", 0.002), ("gemma3", 0.001)])
 def test_padded_rows(family: str, rate: float, mode: str, tmp_path: Path) -> None:
-    model, plain = tiny(family), DynamicCache(config=tiny(family).config)
+    model = tiny(family)
+    with TieredKV(model, small_config(model, tmp_path, mode, rows=2)) as tiered:
+        faulty(tiered, dict.fromkeys(READS, rate))
+        for _ in range(5):
+            _three_padded_turns(tiered)
+            if recomputed(tiered) >= 10:
+                break
+        assert recomputed(tiered) >= 10
+
+
+def _three_padded_turns(tiered: TieredKV) -> None:
+    model = tiered.model
+    cache, plain = tiered.new_cache(), DynamicCache(config=model.config)
     ids = torch.cat([tokens(300), tokens(300, 1)])
     mask = torch.ones_like(ids)
     mask[1, :37] = 0
-    with TieredKV(model, small_config(model, tmp_path, mode, rows=2)) as tiered:
-        faulty(tiered, dict.fromkeys(READS, rate))
-        cache = tiered.new_cache()
-        for turn in range(3):
-            expected = model.generate(ids, attention_mask=mask, cache=plain, prefill_chunk_size=CHUNK, **GREEDY)
-            assert_same(tiered.generate(ids, attention_mask=mask, cache=cache, **GREEDY), expected, CLOSE)
-            tiered.check_integrity()
-            new = torch.cat([tokens(30, 10 + turn), tokens(30, 20 + turn)])
-            ids = torch.cat([expected.sequences, new], dim=1)
-            mask = torch.cat([mask, torch.ones((2, ids.shape[1] - mask.shape[1]), dtype=mask.dtype)], dim=1)
-        assert recomputed(tiered) >= 10
+    for turn in range(3):
+        expected = model.generate(ids, attention_mask=mask, cache=plain, prefill_chunk_size=CHUNK, **GREEDY)
+        assert_same(tiered.generate(ids, attention_mask=mask, cache=cache, **GREEDY), expected, CLOSE)
+        tiered.check_integrity()
+        new = torch.cat([tokens(30, 10 + turn), tokens(30, 20 + turn)])
+        ids = torch.cat([expected.sequences, new], dim=1)
+        mask = torch.cat([mask, torch.ones((2, ids.shape[1] - mask.shape[1]), dtype=mask.dtype)], dim=1)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -134,10 +147,12 @@ def test_beams(mode: str, tmp_path: Path) -> None:
     model = tiny()
     with TieredKV(model, small_config(model, tmp_path, mode, rows=3)) as tiered:
         faulty(tiered, dict.fromkeys(READS, 0.002 if mode == "blockwise" else 0.005))
-        for seed in range(3):
+        for seed in range(12):
             ((ids, expected),) = plain_turns(model, turns=1, seed=seed, num_beams=3)
             assert_same(tiered.generate(ids, num_beams=3, **GREEDY), expected, CLOSE)
             tiered.check_integrity()
+            if seed >= 2 and recomputed(tiered) >= 10:
+                break
         assert recomputed(tiered) >= 10
 
 
@@ -262,29 +277,30 @@ def test_when_every_read_fails_it_ends(family: str, mode: str, tmp_path: Path) -
 @pytest.mark.usefixtures("ctrl_c_raises")
 @pytest.mark.parametrize("how", ["raise", "signal"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_ctrl_c_while_a_block_is_computed_again(family: str, how: str, tmp_path: Path) -> None:
+def test_ctrl_c_while_a_block_is_computed_again(
+    family: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, (first, (ids, expected)) = tiny(family), plain_turns(tiny(family), turns=2)
-    left = [3]
+    left, append = [3], OpenStep.append
 
-    def interrupt(*_: Any) -> None:
-        opened = current_step.get()
-        if opened is None or opened.step.batch is cache.state.batch:
-            return
-        left[0] -= 1
-        if left[0] == 0:
-            if how == "raise":
-                raise KeyboardInterrupt
-            os.kill(os.getpid(), signal.SIGINT)
+    def interrupt(opened: OpenStep, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        # Not by a hook on the model: with one on it nothing is computed again.
+        if opened.step.batch is not cache.state.batch and layer == 1:
+            left[0] -= 1
+            if left[0] == 0:
+                if how == "raise":
+                    raise KeyboardInterrupt
+                os.kill(os.getpid(), signal.SIGINT)
+        append(opened, layer, keys, values)
 
     with TieredKV(model, small_config(model, tmp_path)) as tiered:
         cache = tiered.new_cache()
         assert_same(tiered.generate(first[0], cache=cache, **GREEDY), first[1], CLOSE)
         before = state_of(tiered, cache)
         damage_files(tiered, flip)
-        handle = model.model.layers[1].register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(OpenStep, "append", interrupt)
             tiered.generate(ids, cache=cache, **GREEDY)
-        handle.remove()
         assert left[0] <= 0 and state_of(tiered, cache) == before
         assert_same(tiered.generate(ids, cache=cache, **GREEDY), expected, CLOSE)
         assert recomputed(tiered) >= 5
