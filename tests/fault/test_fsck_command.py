@@ -154,6 +154,7 @@ def test_many_problems_are_counted_and_the_first_are_named(tmp_path: Path) -> No
     assert "damaged: problems: 30, repaired: 0" in result.stdout
 
 
+@pytest.mark.usefixtures("ctrl_c_raises")
 @pytest.mark.parametrize("options", [[], ["--repair"]])
 def test_ctrl_c_ends_the_command_and_no_thread_reads_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
