@@ -187,7 +187,7 @@ class SliceRing:
     def _arrived(self, number: int) -> Group:
         started_s = time.monotonic()
         reads = self._reads[number]
-        _, late = wait(reads, timeout=self._io_timeout_s)
+        late = wait(reads, timeout=self._io_timeout_s).not_done
         self._metrics.stall_s += time.monotonic() - started_s
         if late:
             raise TransferTimeoutError(f"reading slices took longer than io_timeout_s ({self._io_timeout_s:g} s)")
@@ -198,7 +198,11 @@ class SliceRing:
             if isinstance(told, BlockLostError):  # it names all that are known by now: each may cost a repeated step
                 blocks = (other.blocks for other in failed if isinstance(other, BlockLostError))
                 told.blocks = tuple(dict.fromkeys(chain.from_iterable(blocks)))
-            raise told
+            try:
+                raise told
+            finally:
+                # Its traceback names this frame: what both hold, the caller's cache too, would wait for the collector.
+                del told, failed, reads
         sources = self._members(number)
         first = number % self.num_cells * self.cell_slices
         view = slice(first, first + len(sources))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -421,3 +422,28 @@ def test_a_model_that_would_compute_other_kv_recomputes_nothing(
         plain = plain_forward(model, torch.cat([tokens(200, 5), tokens(10, 2)], dim=1))[:, 200:]
         assert float((tiered(tokens(10, 2), cache=fine).logits - plain).abs().max()) < 1e-4
         assert recomputed(tiered) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_a_cache_whose_block_was_lost_is_freed_without_the_collector(mode: str, tmp_path: Path) -> None:
+    """The error was in a cycle with the frames that it went through: the next conversations found no room."""
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path, mode) | {"on_block_loss": "raise"}) as tiered:
+        cache = tiered.new_cache()
+        tiered(tokens(300), cache=cache)
+        damage_files(tiered, flip)
+        gc.collect()
+        gc.disable()
+        try:
+            try:
+                tiered(tokens(5), cache=cache)
+            except BlockLostError as error:
+                assert "cannot be read" in str(error)
+            else:
+                assert False, "it was read"
+            del cache
+            assert occupied(tiered) == 0
+        finally:
+            gc.enable()
+        tiered.check_integrity()
