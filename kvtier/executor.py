@@ -99,7 +99,7 @@ class StepExecutor:
                     raise IntegrityError("blocks lie on slower tiers, but there is no ring to stream them through")
                 self.ring.begin(plan.streamed)
             return OpenStep(self.memory, step, plan)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no step stays open
             self.abort(step)
             raise
 
@@ -129,7 +129,7 @@ class StepExecutor:
             opened.step.check_complete(self.group.layers)
             if self.ring is not None:
                 self.ring.drain()
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no step stays open
             self.abort(opened.step)
             raise
         self._open = None

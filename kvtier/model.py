@@ -68,7 +68,7 @@ class TieredKV:
         self._runtime = Runtime(group, loaded, mark, functools.partial(new_untiered, model, group), fingerprints)
         try:
             patch = Patch.apply(model)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: nothing stays allocated
             self._runtime.close()
             raise
         # Instance attributes hide the class's methods; those that are there already (device hooks) come back on close.

@@ -276,7 +276,7 @@ class Mover:
         try:
             while move.move_id in self.moves:
                 self.wait()
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: the slot must have an owner
             if purpose is MovePurpose.COPY_TAIL and move.move_id in self.moves:
                 self._abandoned.add(move.move_id)
             elif purpose is MovePurpose.COPY_TAIL and self._outcomes[move.move_id] is MoveStatus.DONE:

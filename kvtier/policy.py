@@ -88,7 +88,7 @@ class GuardedPolicy(EvictionPolicy):
     def _guard(self, method: str) -> Iterator[None]:
         try:
             yield
-        except Exception:
+        except Exception:  # a user's own code: whatever it raises
             if method not in self._logged:
                 self._logged.add(method)
                 logger.exception("the %s eviction policy's %s raised; going on without it", self._tier, method)

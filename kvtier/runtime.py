@@ -110,7 +110,7 @@ class Runtime:
         self._engine: TransferEngine | None = None
         try:
             self._build()
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: nothing stays allocated
             self._close_stores()
             raise
 

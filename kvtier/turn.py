@@ -39,7 +39,7 @@ class Turn:
         try:
             self._hold_back(handlers)
             self._acquire(handlers)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: a handler that is lost is one that is lost for good
             self._put_back(handlers)
             raise
         if handlers:
@@ -77,7 +77,7 @@ class Turn:
         try:
             while not handed.wait(_POLL_S):
                 self._deliver(handlers)
-        except BaseException:
+        except BaseException:  # a Ctrl-C while it waits: nobody may hand the turn to it any more
             with self._mutex:
                 gave_up_in_time = not handed.is_set()
                 if gave_up_in_time:

@@ -80,7 +80,7 @@ class OwnedFolder:
             os.fchmod(self._fd, 0o700)
             if not keep_files:
                 self._remove_files()
-        except BaseException as error:
+        except BaseException as error:  # a Ctrl-C too: no descriptor, no lock is left
             self._close_fds()
             if isinstance(error, OSError) and not isinstance(error, StoreError):
                 raise _unusable(path, error) from error
@@ -136,7 +136,7 @@ class OwnedFolder:
             if not sparse and status.st_blocks * 512 < num_bytes:
                 os.posix_fallocate(fd, 0, num_bytes)
             return Segment(fd, self.path / name, num_bytes, self.io)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no descriptor is left
             os.close(fd)
             raise
 
@@ -191,7 +191,7 @@ class OwnedFolder:
             # First of all: whoever finds room here does not run out of it in the middle of a write.
             os.posix_fallocate(fd, 0, PAGE_BYTES if sparse else num_bytes)
             return Segment(fd, self.path / name, num_bytes, self.io)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no half-made file is left
             os.close(fd)
             os.unlink(name, dir_fd=self._fd)
             raise
@@ -304,7 +304,7 @@ def take_lock(folder_fd: int, path: Path) -> int:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too: no lock is left
         os.close(fd)
         raise
     return fd

@@ -58,7 +58,7 @@ class FolderView:
                 raise ConfigError(f"{self.path} belongs to user {owner}, not to {os.geteuid()}: run this as that user")
             if owned:
                 self._lock_fd = self._take_lock()
-        except BaseException as error:
+        except BaseException as error:  # a Ctrl-C too: no descriptor, no lock is left
             self.close()
             if isinstance(error, OSError):
                 raise _unusable(path, error) from error

@@ -116,7 +116,7 @@ class NvmeStore(Store):
             self._folder.io = self._io = make_io(self.io.mode, page_cache_bytes)
             self._namespaces = Namespaces(self._folder, namespace_ttl_s)
             self._space = open_space(self._folder, self._geometry, limits, self._namespaces, self._index, sync=syncs)
-        except BaseException as error:
+        except BaseException as error:  # a Ctrl-C too: the lock is given back
             self._folder.close(keep_files=persistent)
             if isinstance(error, OSError) and not isinstance(error, StoreError):
                 raise io_error(error, "opening", self.folder) from error

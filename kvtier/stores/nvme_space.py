@@ -253,7 +253,7 @@ class SegmentSpace:
             if self._sync:
                 segment.sync()
                 self._folder.sync()
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no half-made file stays
             self._folder.unlink(name)
             raise
         return segment

@@ -186,7 +186,7 @@ class PageCache:
                         self._thread = None
                         return
                 self._release(victims)
-        except BaseException:
+        except BaseException:  # whatever it is, it must be seen
             logger.exception("nvme tier: the thread that releases the page cache died; callers release it themselves")
             raise
 
