@@ -23,17 +23,19 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from kvtier.errors import StoreError
+from kvtier.errors import NoSpaceError, StoreError
 from kvtier.slots import SlotPool
 from kvtier.stores.nvme import NvmeStore
 from kvtier.system import allocated_bytes
-from kvtier.types import BlockShape, Slot, SlotLabel
+from kvtier.types import BlockShape, Compression, Slot, SlotLabel
 
 ROOT = Path(__file__).parents[1]
 SHAPE = BlockShape(num_layers=8, kv_heads=4, block_tokens=64, key_dim=64, value_dim=64, element_bytes=2)  # 512 KiB
@@ -43,13 +45,15 @@ ROUNDS_A_STARTER = 10
 MIN_NEW_BLOCKS = 20  # a round
 NAMESPACE = hashlib.sha256(b"crash").digest()
 
-_NOISE = torch.randint(0, 256, (SHAPE.block_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+_NOISE = np.random.default_rng(1).integers(0, 256, SHAPE.block_bytes, dtype=np.uint8)
+_NOISE[1::2] = 0x38 + _NOISE[1::2] % 4  # as the exponents of KV: half of the bytes can be compressed
 
 
 def block(number: int) -> torch.Tensor:
     """Bytes that depend on the number alone, in every slice and page."""
-    mixed = int.from_bytes(hashlib.sha256(b"bytes of %d" % number).digest()[:8], "little", signed=True)
-    return (_NOISE.view(torch.int64) ^ mixed).view(torch.uint8)
+    mixed = int.from_bytes(hashlib.sha256(b"bytes of %d" % number).digest()[:8], "little") & 0x00FF00FF00FF00FF
+    mixed_noise = _NOISE.view(np.int64) ^ np.int64(mixed)  # not torch's: its threads do not survive a fork
+    return torch.from_numpy(mixed_noise.view(np.uint8))
 
 
 def label(number: int) -> SlotLabel:
@@ -62,10 +66,12 @@ def label(number: int) -> SlotLabel:
 class Worker:
     """One process: opens, reports what it finds, writes until it is killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compression: Compression) -> None:
         self.say("pid", os.getpid())
         started_s = time.monotonic()
-        self.store = NvmeStore(SHAPE, BUDGET_BYTES, folder, persistent=True, reserve_free_frac=0.0)
+        self.store = NvmeStore(
+            SHAPE, BUDGET_BYTES, folder, persistent=True, reserve_free_frac=0.0, compression=compression
+        )
         self.say("opened", time.monotonic() - started_s, self.store.num_quarantined)
 
     def say(self, word: str, *numbers: float) -> None:
@@ -104,28 +110,35 @@ class Worker:
                         slot = pool.take()
                     assert slot is not None
                 self.say("begun", slot, number)
-                self.store.write(slot, block(number), label(number))
+                try:
+                    self.store.write(slot, block(number), label(number))
+                except NoSpaceError as error:  # compressed: more slots than the budget has bytes for
+                    self.say("failed", slot, number)
+                    with lock:
+                        pool.lower_ceiling(error.available_slots)
+                        (pool.retire if error.retires_slot else pool.give_back)(slot)
+                    continue
                 self.say("ended", slot, number)
                 with lock:
                     taken.append(slot)
 
-        threads = [threading.Thread(target=work) for _ in range(NUM_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            running = [threads.submit(work) for _ in range(NUM_THREADS)]
+            for failed in wait(running, return_when=FIRST_EXCEPTION).done:
+                traceback.print_exception(failed.exception())
+                os._exit(1)  # the others would write on and on
 
 
 def serve() -> None:
-    """Fork a worker for each line of stdin, one after the other: folder, first number, whether it writes."""
+    """Fork a worker for each line of stdin, one after the other: folder, compression, first number, what to do."""
     torch.set_num_threads(1)
     for line in sys.stdin:
-        folder, number, writes = line.rstrip("\n").split("\t")
+        folder, compression, number, writes = line.rstrip("\n").split("\t")
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                worker = Worker(Path(folder))
+                worker = Worker(Path(folder), Compression(compression))
                 worker.report_found()
                 if writes == "writes":
                     worker.write(int(number))
@@ -193,17 +206,23 @@ class Crash:
         return f"{'FAIL (' + '; '.join(problems) + ')' if problems else 'pass'}: {counts}"
 
 
-def run(folder: Path, num_rounds: int, seed: int, say: Callable[[str], None]) -> Crash:
+def run(
+    folder: Path,
+    num_rounds: int,
+    seed: int,
+    say: Callable[[str], None],
+    compression: Compression = Compression.NONE,
+) -> Crash:
     """`num_rounds` kills, and a last opening that is not killed."""
     chance, crash = random.Random(seed), Crash()
     for start in range(0, num_rounds, ROUNDS_A_STARTER):
         end = min(num_rounds, start + ROUNDS_A_STARTER)
         with _starter(chance) as starter:
             for _ in range(start, end):
-                _round(starter, folder, chance, crash)
+                _round(starter, folder, compression, chance, crash)
                 crash.disk_bytes.append(allocated_bytes(folder))
             if end == num_rounds:
-                _round(starter, folder, chance, crash, kill=False)
+                _round(starter, folder, compression, chance, crash, kill=False)
         say(f"{end} of {num_rounds}: {crash.num_found} of {crash.num_looked_for} found again")
     return crash
 
@@ -218,11 +237,18 @@ def _starter(chance: random.Random) -> Iterator[subprocess.Popen[str]]:
 
 
 def _round(
-    starter: subprocess.Popen[str], folder: Path, chance: random.Random, crash: Crash, *, kill: bool = True
+    starter: subprocess.Popen[str],
+    folder: Path,
+    compression: Compression,
+    chance: random.Random,
+    crash: Crash,
+    *,
+    kill: bool = True,
 ) -> None:
     wanted = MIN_NEW_BLOCKS + chance.randrange(30)
     assert starter.stdin is not None and starter.stdout is not None
-    starter.stdin.write(f"{folder}\t{crash.num_committed * 1000}\t{'writes' if kill else 'looks'}\n")
+    what = "writes" if kill else "looks"
+    starter.stdin.write(f"{folder}\t{compression.value}\t{crash.num_committed * 1000}\t{what}\n")
     starter.stdin.flush()
     begun: set[int] = set()
     found: set[int] = set()
@@ -250,6 +276,8 @@ def _round(
             slot, number = int(rest[0]), int(rest[1])
             crash.held.pop(slot, None)
             begun.add(number)
+        elif word == "failed":
+            begun.remove(int(rest[1]))
         elif word == "ended":
             slot, number = int(rest[0]), int(rest[1])
             crash.held[slot] = number
@@ -279,13 +307,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="SIGKILL writers of an nvme folder; see what is found again.")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--compression", type=Compression, choices=list(Compression), default=Compression.NONE)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve()
         return 0
     with tempfile.TemporaryDirectory(prefix="kvtier-crash-") as name:
-        crash = run(Path(name) / "kv", options.rounds, options.seed, lambda line: print(line, flush=True))
+        folder = Path(name) / "kv"
+        crash = run(folder, options.rounds, options.seed, lambda line: print(line, flush=True), options.compression)
     print(crash.verdict())
     return 1 if crash.problems() else 0
 
