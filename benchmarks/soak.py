@@ -40,9 +40,10 @@ from kvtier.benchmarks.proof import prove
 from kvtier.benchmarks.report import SoakReport, print_summary, session_row, tiers_of, verdict
 from kvtier.benchmarks.timeline import Recorder, Row, Timeline, row_of
 from kvtier.benchmarks.verify import Verified
-from kvtier.benchmarks.watch import Watch, sigterm_is_ctrl_c, warm_up
+from kvtier.benchmarks.watch import Watch, warm_up
 from kvtier.config import load_config
 from kvtier.errors import ConfigError, KVTierError, UnsupportedError
+from kvtier.terminal import sigterm_is_ctrl_c
 
 
 def run_soak(

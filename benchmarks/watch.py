@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +84,3 @@ def warm_up(model: Any, num_tokens: int) -> None:
     ids = torch.zeros(1, max(1, min(num_tokens, limit - 2)), dtype=torch.long, device=model.device)
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
     gc.collect()
-
-
-@contextlib.contextmanager
-def sigterm_is_ctrl_c() -> Iterator[None]:
-    """End on SIGTERM as on Ctrl-C, with a report."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

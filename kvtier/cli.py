@@ -1,8 +1,8 @@
 """The command line: `kvtier soak`, `kvtier doctor`, `kvtier fsck`, `kvtier version`.
 
 Exit statuses: 0 all is well; 1 the soak failed, the folder is damaged, or the config given to the doctor cannot work
-here; 2 bad input, one line on stderr; 3 the soak was not fully verified; 130 interrupted. Only this module and the
-benchmarks print.
+here; 2 bad input, or a standard output that cannot be written, one line on stderr; 3 the soak was not fully verified;
+130 interrupted; 141 the pipe's reader has left. Only this module and the benchmarks print.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import enum
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +31,11 @@ from rich.progress import (
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.log import VARIABLE, parse_level
+from kvtier.terminal import OutputLostError, guarded_errors, guarded_output, printable, sigterm_is_ctrl_c
 
 EXIT_DAMAGED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_READER_LEFT = 128 + signal.SIGPIPE  # as the shell says of a command that SIGPIPE ended
+_PAGE_WIDTH = 80  # the least: a table squeezed into less loses the digits that --drop takes, a terminal wraps lines
 
 app = typer.Typer(
     name="kvtier",
@@ -151,9 +156,9 @@ def soak(
             files.write_whole(Path(output), line + "\n", "--json")
     if report:
         files.write_whole(report, page.render(result.document), "--report")
-        console.print(f"report: {report}", markup=False, soft_wrap=True)
+        console.print(printable(f"report: {report}"), markup=False, soft_wrap=True)
     if file and file.path.exists() and result.document["interrupted"]:
-        console.print(f"to go on: kvtier soak --resume-from {file.path}", markup=False, soft_wrap=True)
+        console.print(printable(f"to go on: kvtier soak --resume-from {file.path}"), markup=False, soft_wrap=True)
     elif file:
         file.remove()
     raise typer.Exit(int(result.exit_status))
@@ -189,7 +194,7 @@ def fsck(
     if json_:
         sys.stdout.write(json.dumps(report.document(), allow_nan=False) + "\n")
     else:
-        Console(highlight=False).print(report.page(), soft_wrap=True)
+        _page_console().print(report.page(), soft_wrap=True)
     raise typer.Exit(EXIT_DAMAGED if report.outcome is Outcome.DAMAGED else 0)
 
 
@@ -216,8 +221,14 @@ def doctor(
     else:
         with Bars(Console(stderr=True)) as bars:
             report = examine(wishes, bars)
-        print_report(report, Console(highlight=False))
+        print_report(report, _page_console())
     raise typer.Exit(report.exit_status)
+
+
+def _page_console() -> Console:
+    console = Console(highlight=False)
+    console.width = max(console.width, _PAGE_WIDTH)
+    return console
 
 
 def _is_given(context: typer.Context, field: str) -> bool:
@@ -234,30 +245,48 @@ def _token_counts(text: str) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status. Bad input is one line on stderr, never a traceback."""
+    """Run the command line; return the exit status. Whatever the input and the streams, one line and no traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    with guarded_errors():
+        try:
+            with guarded_output():
+                return _run(words)
+        except OutputLostError as error:
+            return EXIT_READER_LEFT if error.is_pipe_closed else _complain(f"standard output: {error}")
+
+
+def _run(words: list[str]) -> int:
+    for before, word in pairwise(["kvtier", *words]):
+        if not word or (word.startswith("--") and word.endswith("=")):  # "$UNSET", which a Path takes for this folder
+            name = word[:-1] or before
+            return _complain(f"{name}: an empty argument; give a value, or leave it out (. is the current folder)")
     try:
         parse_level(os.environ.get(VARIABLE) or "warning")
     except ValueError as error:
         return _complain(str(error))
     try:
-        result = app(args=list(sys.argv[1:] if argv is None else argv), prog_name="kvtier", standalone_mode=False)
+        with sigterm_is_ctrl_c():
+            result = app(args=words, prog_name="kvtier", standalone_mode=False)
     except KVTierError as error:
-        return _complain(" ".join(str(error).split()))
+        return _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("kvtier: interrupted\n")
-        return EXIT_INTERRUPTED
+        result = EXIT_INTERRUPTED
+    except OutputLostError:
+        raise
     except Exception as error:
         # Wrong options: typer's own errors, which older versions take from click, hence known by what they can say.
         explain = getattr(error, "format_message", None)
         if explain is None:
             raise
-        return _complain(" ".join(str(explain()).split()))  # empty where the help was printed instead
+        return _complain(str(explain()))  # empty where the help was printed instead
+    if result == EXIT_INTERRUPTED:  # newer versions of typer return it themselves
+        sys.stderr.write("kvtier: interrupted\n")
     return result if isinstance(result, int) else 0
 
 
 def _complain(message: str) -> int:
     if message:
-        sys.stderr.write(f"kvtier: {message}\n")
+        sys.stderr.write(f"kvtier: {printable(' '.join(message.split()))}\n")
     return EXIT_BAD_INPUT
 
 

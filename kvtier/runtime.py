@@ -43,11 +43,6 @@ class UntieredBytes(Protocol):
     num_bytes: int
 
 
-def cache_folder() -> Path:
-    """The user's cache folder for kvtier: `$XDG_CACHE_HOME/kvtier` or `~/.cache/kvtier`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
-
-
 def _sweep(root: Path) -> None:
     if root.is_dir():
         for stale in sweep_stale(root):
@@ -227,7 +222,7 @@ class Runtime:
 
     def _nvme_root(self, nvme: NvmeTierConfig) -> Path:
         """The folder in which those of single processes lie."""
-        root = nvme.path if nvme.path is not None else cache_folder() / "runs"
+        root = nvme.path if nvme.path is not None else system.cache_folder() / "runs"
         kind = system.filesystem_kind(root)
         if system.is_doubtful(kind):
             detail = "its bytes count against tiers.cpu.budget" if system.is_memory_backed(kind) else "it may be slow"

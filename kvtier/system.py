@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from kvtier.errors import ConfigError
+
 _ROOT = Path("/")
 _NO_LIMIT_BYTES = 1 << 60
 """cgroup v1 writes "unlimited" as a huge number that depends on the page size."""
@@ -170,6 +172,19 @@ def is_doubtful(kind: str) -> bool:
 def is_network(kind: str) -> bool:
     """Whether files of this kind of file system lie on another machine, or behind FUSE, where one cannot know."""
     return kind in _NETWORK or kind.startswith("fuse.")
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for kvtier: `$XDG_CACHE_HOME/kvtier` or `~/.cache/kvtier`.
+
+    Raises ConfigError: neither a variable nor the system's list of users says where that is.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+    except RuntimeError:
+        raise ConfigError(
+            "no home directory is known for this user. Mend: set HOME or XDG_CACHE_HOME, or tiers.nvme.path"
+        ) from None
 
 
 def existing_folder(path: Path) -> Path:

@@ -18,10 +18,10 @@ from kvtier.doctor.report import Report
 from kvtier.doctor.verdict import problems, warnings
 from kvtier.doctor.watch import Watch
 from kvtier.errors import ConfigError
-from kvtier.runtime import cache_folder
 from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC
 from kvtier.system import (
     allocated_bytes,
+    cache_folder,
     disk_room_bytes,
     disk_total_bytes,
     existing_folder,

@@ -14,6 +14,7 @@ from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk import Access
 from kvtier.doctor.facts import SLICE_BYTES, Facts
 from kvtier.size import Size
+from kvtier.terminal import printable
 from kvtier.types import IoMode
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -39,9 +40,8 @@ class Line:
 
     def __str__(self) -> str:
         text = "  " * self.depth + (f"{self.key}: {self.value}".rstrip() if self.key else "")
-        return (
-            f"{text}  # {self.reason}" if self.key and self.reason else text + (f"# {self.reason}" * bool(self.reason))
-        )
+        reason = printable(self.reason)  # names of folders are in it: a line break would end the remark
+        return f"{text}  # {reason}" if self.key and reason else text + f"# {reason}" * bool(reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from kvtier.doctor.disk import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate
 from kvtier.doctor.proposal import gigabytes, size_words
 from kvtier.doctor.report import Report
 from kvtier.doctor.rows import Row, Unit
+from kvtier.terminal import printable
 
 _COLD_FRAC = 0.95
 
@@ -63,11 +64,11 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield Text("\nProposed config:\n")
     yield Text(report.proposal.yaml)
     for warning in report.warnings:
-        yield Text(f"warning: {warning}", style="yellow")
+        yield Text(printable(f"warning: {warning}"), style="yellow")
     for problem in report.problems:
-        yield Text(f"{report.config} cannot work here: {problem}", style="bold red")
+        yield Text(printable(f"{report.config} cannot work here: {problem}"), style="bold red")
     if report.config and not report.problems:
-        yield Text(f"{report.config}: nothing speaks against it here", style="green")
+        yield Text(printable(f"{report.config}: nothing speaks against it here"), style="green")
 
 
 def _rows_table(report: Report) -> Table:
@@ -78,7 +79,7 @@ def _rows_table(report: Report) -> Table:
     for row in report.rows:
         if section and row.section != section:
             table.add_section()
-        table.add_row("" if row.section == section else row.section, row.name, _value(row), Text(_note(row)))
+        table.add_row("" if row.section == section else row.section, row.name, _value(row), Text(printable(_note(row))))
         section = row.section
     return table
 
@@ -88,7 +89,7 @@ def _value(row: Row) -> Text:
     if isinstance(value, NotMeasured):
         return Text("–")
     if isinstance(value, str) or row.unit is Unit.TEXT:
-        return Text(str(value))
+        return Text(printable(str(value)))
     return Text(_words(value, row.unit), justify="right")
 
 
@@ -128,7 +129,7 @@ def _disk_table(report: Report) -> Table:
 
 def _cell(cell: DiskRate, notes: dict[str, None]) -> str:
     if isinstance(cell.bytes_per_s, NotMeasured):
-        notes[f"–: not measured: {cell.bytes_per_s.why}"] = None
+        notes[printable(f"–: not measured: {cell.bytes_per_s.why}")] = None
         return "–"
     cached = cell.access is Access.READ and isinstance(cell.disk_frac, float) and cell.disk_frac < _COLD_FRAC
     if cached:

@@ -1,0 +1,127 @@
+"""What a command does to the outside: the standard streams, which may be closed, full or a pipe that nobody reads, the
+signals that end it, and the characters that a terminal would obey.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+
+class OutputLostError(Exception):
+    """Standard output cannot be written. Not an OSError, for which a disk that is being looked at would be blamed."""
+
+    def __init__(self, reason: str, *, is_pipe_closed: bool = False) -> None:
+        super().__init__(reason)
+        self.is_pipe_closed = is_pipe_closed
+        """Its reader has left, as `head` does when it has seen enough."""
+
+
+class _Output:
+    """Standard output. What its encoding lacks is written as an escape."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding or "ascii"
+                return self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        except OSError as error:
+            return self._failed(text, error)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._failed("", error)
+
+    def _failed(self, text: str, error: OSError) -> int:
+        is_pipe_closed = isinstance(error, BrokenPipeError)
+        raise OutputLostError(error.strerror or str(error), is_pipe_closed=is_pipe_closed) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Errors(_Output):
+    """Standard error. A message that nobody can read is no reason to give up a repair, nor to change the status."""
+
+    def _failed(self, text: str, error: OSError) -> int:
+        return len(text)
+
+
+@contextlib.contextmanager
+def guarded_errors() -> Iterator[None]:
+    """Within it standard error takes everything, closed or full as it may be."""
+    before = sys.stderr
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        _fill_closed()
+    with open(os.devnull, "w", encoding="utf-8") as null:
+        sys.stderr = cast(TextIO, _Errors(before or null))  # None: it was closed when Python started
+        try:
+            yield
+        finally:
+            sys.stderr = before
+
+
+@contextlib.contextmanager
+def guarded_output() -> Iterator[None]:
+    """Within it a standard output that cannot be written raises, at the latest when it ends.
+
+    Raises:
+        OutputLostError: it is closed, or something could not be written. That is dropped: the interpreter does not try
+            again when it ends.
+    """
+    before = cast("TextIO | None", sys.stdout)
+    if before is None:
+        raise OutputLostError("it is closed; where nobody is to read it, give >/dev/null")
+    sys.stdout = cast(TextIO, _Output(before))
+    try:
+        yield
+        sys.stdout.flush()
+    except OutputLostError:
+        _drop_unwritten(before)
+        raise
+    finally:
+        sys.stdout = before
+
+
+def _fill_closed() -> None:
+    """Or a file of the tier's would be opened as number 1 or 2, and get what is written to the streams."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+def _drop_unwritten(stream: TextIO) -> None:
+    with contextlib.suppress(OSError):  # no descriptor: nothing of it is flushed at the end
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+@contextlib.contextmanager
+def sigterm_is_ctrl_c() -> Iterator[None]:
+    """End on SIGTERM as on Ctrl-C: what is open is closed, the cursor comes back, a soak reports."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def printable(text: str) -> str:
+    """The text with everything that a terminal would obey, or cannot show, as an escape: names may hold anything."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
