@@ -28,7 +28,8 @@ from kvtier.stores.slot_check import (
     look_at_segment,
     mend_segment,
 )
-from kvtier.stores.slot_format import Geometry, SegmentKind
+from kvtier.stores.slot_format import Geometry
+from kvtier.stores.superblock import SegmentKind
 
 _LOOKS, _PAUSE_S = 5, 0.1  # at a segment that its owner may be making
 

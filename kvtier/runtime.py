@@ -26,10 +26,10 @@ from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
-from kvtier.stores.folder import sweep_stale, temporary_folder
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slab import slot_bytes
+from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
 from kvtier.types import IoMode, LayerGroup, Tier

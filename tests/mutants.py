@@ -92,6 +92,7 @@ FILE_IO, DIRECT, PAGE_CACHE, STAGING = (
     f"kvtier/stores/{name}.py" for name in ("file_io", "direct_io", "page_cache", "staging")
 )
 SPARSE, PAYLOAD = "kvtier/stores/nvme_sparse.py", "kvtier/stores/slot_payload.py"
+OTHERS, READER = "kvtier/stores/other_files.py", "kvtier/stores/slot_reader.py"
 
 MUTANTS = [
     # the manager
@@ -508,11 +509,11 @@ MUTANTS = [
         "Kernel(scale, softcap, False)",
     ),
     # the stores
-    Mutant("nvme checksum not compared", NVME, "if actual != expected:", "if expected < 0:"),
-    Mutant("nvme checksum of another slice", NVME, "payload.checksums[layer],", "payload.checksums[layer - 1],"),
+    Mutant("nvme checksum not compared", READER, "if actual != expected:", "if expected < 0:"),
+    Mutant("nvme checksum of another slice", READER, "payload.checksums[layer],", "payload.checksums[layer - 1],"),
     Mutant(
         "nvme slice read from the next one's place",
-        NVME,
+        READER,
         "self._read(segment, slot, start + offset_bytes, stored)",
         "self._read(segment, slot, start + offset_bytes + num_bytes, stored)",
     ),
@@ -551,7 +552,7 @@ MUTANTS = [
         "        if held is None or",
     ),
     Mutant("nvme files of others never given up", SPACE, "while self.others and (", "while not self.others and ("),
-    Mutant("nvme youngest of others goes first", SPACE, "self.others.pop(0)", "self.others.pop()"),
+    Mutant("nvme youngest of others goes first", OTHERS, "self._files.pop(0)", "self._files.pop()"),
     Mutant(
         "nvme files beyond the budget stay",
         OPEN,
@@ -659,7 +660,7 @@ MUTANTS = [
     ),
     Mutant(
         "encoded slice decoded unverified",
-        NVME,
+        READER,
         "        _verify(stored, payload.checksums[layer], slot, layer, segment)\n",
         "",
     ),

@@ -1,20 +1,17 @@
-"""Whose folder it is: locks, the files that may lie in it, and folders that live as long as a process.
+"""A folder that one process owns, and the files that may lie in it.
 
 Every file is 0600 in a folder 0700, is opened relative to the folder's descriptor and never through a symlink.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import re
-import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.errors import ConfigError, FolderInUseError, StoreError
+from kvtier.errors import ConfigError, StoreError
 from kvtier.stores.buffered_io import BufferedIo
 from kvtier.stores.file_io import PAGE_BYTES, FileIo
 from kvtier.stores.folder_entries import (
@@ -25,17 +22,12 @@ from kvtier.stores.folder_entries import (
     entry_kind,
     namespace_name,
 )
+from kvtier.stores.folder_lock import FILE_FLAGS, claimed_lock_fds, take_lock
 from kvtier.stores.segment import Segment, punch_hole
-
-_RUN_NAME = re.compile(r"run-\d+-[0-9a-f]+")
-_FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _PAGE_CACHE_BYTES = 4 << 20  # for whoever only looks into a folder
 
 _log = logging.getLogger("kvtier")
-
-# Locks taken by temporary_folder, until an OwnedFolder takes them over: a new folder is never seen unlocked.
-_claimed_lock_fds: dict[Path, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +61,9 @@ class OwnedFolder:
             self.path = path.resolve(strict=True)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise _unusable(path, error) from error
+            raise unusable(path, error) from error
         self.io: FileIo = BufferedIo(_PAGE_CACHE_BYTES)
-        self._lock_fd = _claimed_lock_fds.pop(self.path, -1)
+        self._lock_fd = claimed_lock_fds.pop(self.path, -1)
         self._owner_pid = os.getpid()
         try:
             self._check_contents()
@@ -83,7 +75,7 @@ class OwnedFolder:
         except BaseException as error:  # a Ctrl-C too: no descriptor, no lock is left
             self._close_fds()
             if isinstance(error, OSError) and not isinstance(error, StoreError):
-                raise _unusable(path, error) from error
+                raise unusable(path, error) from error
             raise
 
     def _check_contents(self) -> None:
@@ -127,7 +119,7 @@ class OwnedFolder:
 
         Raises OSError; the file is still there then.
         """
-        fd = os.open(name, _FILE_FLAGS, dir_fd=self._fd)
+        fd = os.open(name, FILE_FLAGS, dir_fd=self._fd)
         try:
             status = os.fstat(fd)
             if status.st_size != num_bytes:
@@ -159,7 +151,7 @@ class OwnedFolder:
 
     def touch_namespace(self, namespace: bytes) -> None:
         """Note that a namespace is opened now. Its file is empty: the name and the time say it all. Raises OSError."""
-        flags = _FILE_FLAGS | os.O_CREAT
+        flags = FILE_FLAGS | os.O_CREAT
         fd = os.open(namespace_name(namespace), flags, 0o600, dir_fd=self._fd)
         try:
             os.utime(fd)
@@ -184,7 +176,7 @@ class OwnedFolder:
         Raises:
             OSError: NO_SPACE_ERRNOS when the disk, quota or file size limit is reached; EEXIST for a planted file.
         """
-        fd = os.open(name, _FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
+        fd = os.open(name, FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
         try:
             if sparse:
                 os.ftruncate(fd, num_bytes)
@@ -223,88 +215,5 @@ def _is_data(name: str) -> bool:
     return bool(SEGMENT_NAME.fullmatch(name) or NAMESPACE_NAME.fullmatch(name))
 
 
-def temporary_folder(root: Path) -> Path:
-    """Make `root/run-<pid>-<random>` (0700), locked from birth, so that no `sweep_stale` takes it for a dead owner's.
-
-    Hand it to one `NvmeStore(persistent=False)`, which takes the lock over. Raises ConfigError.
-    """
-    name = f"{os.getpid()}-{secrets.token_hex(8)}"
-    hidden, final = root / f"new-{name}", root / f"run-{name}"
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        hidden.mkdir(mode=0o700)
-        folder_fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            lock_fd = take_lock(folder_fd, hidden)
-        finally:
-            os.close(folder_fd)
-        hidden.rename(final)
-    except OSError as error:
-        raise _unusable(root, error) from error
-    _claimed_lock_fds[final.resolve()] = lock_fd
-    return final
-
-
-def sweep_stale(root: Path) -> list[Path]:
-    """Remove the `run-*` folders in `root` whose owner is dead, that is whose lock can be taken; return their paths."""
-    removed: list[Path] = []
-    for path in sorted(root.glob("run-*")):
-        if path.is_symlink() or not path.is_dir() or not _RUN_NAME.fullmatch(path.name):
-            continue
-        if path.resolve() in _claimed_lock_fds:  # ours, and not yet handed to its store
-            continue
-        try:
-            OwnedFolder(path).close(keep_files=False)
-        except (FolderInUseError, ConfigError):
-            continue  # alive, or not ours to remove
-        if not path.exists():
-            removed.append(path)
-    return removed
-
-
-def _unusable(path: Path, error: OSError) -> ConfigError:
+def unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"nvme folder {path}: {os.strerror(error.errno or 0)}; give a folder that you may write to")
-
-
-def lock_owner(folder_fd: int) -> str | None:
-    """What the lock says of its owner if it is held, without writing to it; None if nobody holds it.
-
-    Raises OSError: there is no lock, or it is not a file that can be opened.
-    """
-    fd = os.open(LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given up at once: nobody is kept out
-    except BlockingIOError:
-        return _owner(fd)
-    finally:
-        os.close(fd)
-    return None
-
-
-def _owner(lock_fd: int) -> str:
-    text = os.pread(lock_fd, 32, 0).strip()
-    return text.decode() if text.isdigit() else "unknown"  # it is shown to people: nothing but a number
-
-
-def take_lock(folder_fd: int, path: Path) -> int:
-    """Descriptor of the folder's lock file, flocked, our pid written in it."""
-    fd = os.open(LOCK_NAME, _FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder_fd)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ConfigError(f"nvme folder {path}: lock is not a file; remove it")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FolderInUseError(
-                f"nvme folder {path} belongs to process {_owner(fd)}, which is alive: set tiers.nvme.path "
-                "to another folder, or leave it out for a temporary one"
-            ) from None
-        if os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(fd).st_ino:
-            raise FolderInUseError(f"nvme folder {path} is being removed by its owner; try again")
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BaseException:  # a Ctrl-C too: no lock is left
-        os.close(fd)
-        raise
-    return fd

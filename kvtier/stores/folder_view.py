@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from kvtier.errors import ConfigError, FolderInUseError
-from kvtier.stores.folder import lock_owner, take_lock
 from kvtier.stores.folder_entries import EntryKind, entry_kind
+from kvtier.stores.folder_lock import lock_owner, take_lock
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: a planted FIFO would hang
 

@@ -6,31 +6,27 @@ import errno
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvtier.errors import BudgetError, ChecksumError, ClosedError, StoreError
+from kvtier.errors import BudgetError, ClosedError, StoreError
 from kvtier.stores.base import Store
-from kvtier.stores.folder import OwnedFolder, sweep_stale, temporary_folder
+from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.io_choice import choose_io, make_io
 from kvtier.stores.namespaces import Namespaces
-from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes, slot_bytes
+from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes
 from kvtier.stores.nvme_open import held_back, open_space
-from kvtier.stores.nvme_space import SpaceLimits, io_error
-from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
-from kvtier.stores.slot_format import CODEC_NONE, Geometry, Payload, checksum
+from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, io_error, no_space
+from kvtier.stores.slot_format import Geometry, Payload
 from kvtier.stores.slot_headers import SlotHeaders
 from kvtier.stores.slot_index import FoundSlot, SlotIndex
 from kvtier.stores.slot_payload import PayloadCodec
+from kvtier.stores.slot_reader import SlotReader
+from kvtier.stores.space_limits import SpaceLimits, expected_frac
 from kvtier.types import BlockShape, Compression, IoMode, Slot, SlotLabel, Survives, Tier
 
-__all__ = ["NvmeStore", "min_budget_bytes", "slot_bytes", "sweep_stale", "temporary_folder"]
+__all__ = ["NvmeStore", "min_budget_bytes"]
 
 _DAY_S = 86400.0
-_PAYLOAD_FRACS = {2: 0.6, 4: 0.8}
-"""By the size of an element: a little less than zstd leaves of KV (0.69 and 0.85 of SmolLM2's: docs/adr/0014), so that
-it is the budget that runs out and not the slots."""
 
 
 class NvmeStore(Store):
@@ -93,9 +89,9 @@ class NvmeStore(Store):
         self._geometry = Geometry.of(shape)
         self.slot_bytes = self._geometry.slot_bytes
         self._codec = PayloadCodec(shape, compression)
+        self._reader = SlotReader(shape, self._codec)
         self.compression = compression
-        payload_frac = 1.0 if compression is Compression.NONE else _PAYLOAD_FRACS[shape.element_bytes]
-        limits = SpaceLimits(budget_bytes, segment_bytes_max, reserve_free_frac, payload_frac)
+        limits = SpaceLimits(budget_bytes, segment_bytes_max, reserve_free_frac, expected_frac(shape, compression))
         if budget_bytes < min_budget_bytes(shape):
             raise BudgetError(
                 f"tiers.nvme.budget is {budget_bytes} bytes, its minimum is {min_budget_bytes(shape)}: one slot of "
@@ -157,23 +153,12 @@ class NvmeStore(Store):
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
         self.check_buffer(out, self.shape.block_bytes)
-        segment, start, payload = self._written(slot)
-        data: npt.NDArray[np.uint8] = out.numpy()
-        if payload.codec == CODEC_NONE:
-            self._read(segment, slot, start, data)
-        step = self.shape.slice_bytes
-        for layer, expected in enumerate(payload.checksums):
-            part = data[layer * step : (layer + 1) * step]
-            if payload.codec == CODEC_NONE:
-                _verify(part, expected, slot, layer, segment)
-            else:
-                self._read_slice(segment, slot, start, payload, layer, part)
+        self._reader.read(slot, *self._written(slot), out.numpy())
 
     def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
         self.check_layer(layer)
         self.check_buffer(out, self.shape.slice_bytes)
-        segment, start, payload = self._written(slot)
-        self._read_slice(segment, slot, start, payload, layer, out.numpy())
+        self._reader.read_slice(slot, *self._written(slot), layer, out.numpy())
 
     def used_bytes(self) -> int:
         """Allocated bytes of the folder and all that is in it, as `du` counts them; 0 after close."""
@@ -301,32 +286,6 @@ class NvmeStore(Store):
         """Bytes stored per byte of KV, of all that this process wrote; 1.0 before it wrote anything."""
         return self._codec.stored_frac
 
-    # --- checks
-
-    def _read_slice(
-        self, segment: Segment, slot: Slot, start: int, payload: Payload, layer: int, out: npt.NDArray[np.uint8]
-    ) -> None:
-        """Read, verify, decode: what is decoded was written so."""
-        offset_bytes, num_bytes = payload.place(layer, self.shape.slice_bytes)
-        is_encoded = num_bytes < self.shape.slice_bytes
-        stored = self._codec.buffer(num_bytes) if is_encoded else out
-        self._read(segment, slot, start + offset_bytes, stored)
-        _verify(stored, payload.checksums[layer], slot, layer, segment)
-        if is_encoded:
-            try:
-                self._codec.decode(payload.codec, stored, out)
-            except ValueError as error:  # a crafted header: its checksums fit whatever lies there
-                message = f"nvme store: slot {slot}, layer {layer} of {segment.path}: {error}; nothing was served"
-                raise ChecksumError(message) from error
-
-    def _read(self, segment: Segment, slot: Slot, offset_bytes: int, out: npt.NDArray[np.uint8]) -> None:
-        try:
-            segment.read(offset_bytes, out)
-        except StoreError:
-            raise
-        except OSError as error:
-            raise io_error(error, f"reading slot {slot}", segment.path) from error
-
     def _written(self, slot: Slot) -> tuple[Segment, int, Payload]:
         """The slot's segment, where its slices begin, and what they are."""
         self._check_open()
@@ -340,12 +299,3 @@ class NvmeStore(Store):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("nvme store: closed")
-
-
-def _verify(data: npt.NDArray[np.uint8], expected: int, slot: Slot, layer: int, segment: Segment) -> None:
-    actual = checksum(data)
-    if actual != expected:
-        raise ChecksumError(
-            f"nvme store: slot {slot}, layer {layer} of {segment.path}: read {actual:016x}, wrote {expected:016x}; "
-            "the bytes were not served"
-        )

@@ -8,12 +8,14 @@ from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.namespaces import Age, Namespaces
 from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes, sparse_overhead_bytes
-from kvtier.stores.nvme_space import OtherFile, SegmentSpace, SpaceLimits
+from kvtier.stores.nvme_space import SegmentSpace
 from kvtier.stores.nvme_sparse import Pages, SparseSpace, give_back_holes, sparse_pages
-from kvtier.stores.segment import Segment
-from kvtier.stores.slot_format import Geometry, SegmentKind, Verdict
+from kvtier.stores.other_files import FoundFiles, OtherFile
+from kvtier.stores.slot_format import Geometry, Verdict
 from kvtier.stores.slot_index import SlotIndex
 from kvtier.stores.slot_scan import FoundSegment, examine_segments
+from kvtier.stores.space_limits import SpaceLimits
+from kvtier.stores.superblock import SegmentKind
 
 _log = logging.getLogger("kvtier")
 
@@ -34,10 +36,9 @@ def open_space(
     """
     files = [(_age(each, namespaces), each) for each in examine_segments(folder, geometry, limits.budget_bytes)]
     _remove_beyond_budget(folder, geometry, limits, files)
-    there: list[tuple[Segment, int]] = []
+    found = FoundFiles([], [])
     pages: list[Pages] = []
     headers = []
-    others: list[OtherFile] = []
     for age, each in files:
         if each.geometry == geometry and each.headers is not None and each.num_slots:
             try:
@@ -50,15 +51,15 @@ def open_space(
             except OSError as error:
                 _log.info("nvme folder %s: %s cannot be used: %s", folder.path, each.file.name, error)
             else:
-                there.append((segment, each.num_slots))
+                found.segments.append((segment, each.num_slots))
                 headers.append(each.headers)
                 continue
-        others.append(OtherFile(each.file.name, each.file.allocated_bytes, age))
+        found.others.append(OtherFile(each.file.name, each.file.allocated_bytes, age))
     namespaces.keep_only({namespace for _, each in files for namespace in each.namespaces})
     space = (
-        SparseSpace(folder, geometry, limits, sync=sync, there=there, others=others, pages=pages)
+        SparseSpace(folder, geometry, limits, found, pages, sync=sync)
         if limits.is_sparse
-        else SegmentSpace(folder, geometry, limits, sync=sync, there=there, others=others)
+        else SegmentSpace(folder, geometry, limits, found, sync=sync)
     )
     for (first_slot, _), each_headers in zip(space.ranges(), headers, strict=True):
         index.load(first_slot, each_headers)

@@ -4,69 +4,20 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-from kvtier.errors import ClosedError, IntegrityError, NoSpaceError, StoreError
+from kvtier.errors import ClosedError, IntegrityError, NoSpaceError
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.namespaces import Age
-from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes, slots_of_segments
-from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
-from kvtier.stores.slot_format import Geometry, whole_pages
-from kvtier.system import disk_room_bytes
+from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes
+from kvtier.stores.other_files import FoundFiles, OtherFiles
+from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, io_error, no_space
+from kvtier.stores.slot_format import Geometry
+from kvtier.stores.space_limits import SpaceLimits
+from kvtier.stores.superblock import superblock
 from kvtier.types import Slot
-
-_SMALLEST_FRACTION = 8  # a small budget is taken from the disk in about this many pieces
-
-_log = logging.getLogger("kvtier")
-
-
-@dataclass(frozen=True, slots=True)
-class OtherFile:
-    """A segment file that is not read: of another model or block size, of a later version, or damaged."""
-
-    name: str
-    num_bytes: int
-    age: Age
-
-
-@dataclass(frozen=True, slots=True)
-class SpaceLimits:
-    """What the files may take.
-
-    `budget_bytes` is for the whole folder, `segment_bytes_max` for one file, and `reserve_free_frac` of the disk stays
-    free. `payload_frac` is the part of its place that a block is expected to take; below 1.0 files are sparse.
-    """
-
-    budget_bytes: int
-    segment_bytes_max: int
-    reserve_free_frac: float
-    payload_frac: float = 1.0
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether slots take only what their content needs."""
-        return self.payload_frac < 1.0
-
-    def expected_slot_bytes(self, geometry: Geometry) -> int:
-        """What a slot is expected to take on disk: decides how many there are, and nothing else."""
-        payload_bytes = (geometry.slot_bytes - geometry.header_bytes) * self.payload_frac
-        return geometry.header_bytes + whole_pages(int(payload_bytes))
-
-    def free_bytes(self, folder: Path) -> int:
-        """What the disk has room for while the reserve stays free."""
-        return disk_room_bytes(folder, self.reserve_free_frac)
-
-    def new_segments(self, geometry: Geometry, taken_bytes: int = 0) -> list[int]:
-        """The slots of each segment that the budget has room for beside `taken_bytes` of others."""
-        each_bytes = min(self.segment_bytes_max, self.budget_bytes // _SMALLEST_FRACTION)
-        slots_per_segment = max(1, each_bytes // geometry.slot_bytes)
-        room_bytes = self.budget_bytes - FOLDER_BYTES - taken_bytes
-        return slots_of_segments(room_bytes, self.expected_slot_bytes(geometry), slots_per_segment)
 
 
 class SegmentSpace:
@@ -77,26 +28,19 @@ class SegmentSpace:
 
     Attributes:
         segments: those that are made. It only grows, at its end, until close.
-        others: files that take room and are not read, who goes first at the front.
+        others: files that take room and are not read, given up where that makes room.
         num_slots: slots of all segments, made or not. A plan that was made anew has fewer, or leaves some unused.
     """
 
     def __init__(
-        self,
-        folder: OwnedFolder,
-        geometry: Geometry,
-        limits: SpaceLimits,
-        *,
-        sync: bool,
-        there: list[tuple[Segment, int]],
-        others: list[OtherFile],
+        self, folder: OwnedFolder, geometry: Geometry, limits: SpaceLimits, found: FoundFiles, *, sync: bool
     ) -> None:
-        """`sync`: new files reach the medium before they are used. `there`: segments found, with their slots."""
+        """`sync`: new files reach the medium before they are used."""
         self._folder, self._geometry, self._limits, self._sync = folder, geometry, limits, sync
-        self.segments = [segment for segment, _ in there]
-        self.others = sorted(others, key=lambda other: other.age)
-        taken_bytes = sum(self._planned_bytes(num_slots, segment) for segment, num_slots in there)
-        self._planned = [num_slots for _, num_slots in there] + limits.new_segments(geometry, taken_bytes)
+        self.segments = [segment for segment, _ in found.segments]
+        self.others = OtherFiles(folder, found.others)
+        taken_bytes = sum(self._planned_bytes(num_slots, segment) for segment, num_slots in found.segments)
+        self._planned = [num_slots for _, num_slots in found.segments] + limits.new_segments(geometry, taken_bytes)
         self._first_slots = [0, *itertools.accumulate(self._planned)]
         self.num_slots = self._first_slots.pop()
         self._is_short = False  # the last segment could not be made as long as planned
@@ -161,7 +105,7 @@ class SegmentSpace:
 
     def slots_for_others(self) -> Iterator[tuple[Age, range]]:
         """The slots that come to be only once a file of others is given up, with that file's age."""
-        room_bytes = self._limits.budget_bytes - FOLDER_BYTES - sum(other.num_bytes for other in self.others)
+        room_bytes = self._limits.budget_bytes - FOLDER_BYTES - self.others.num_bytes
         going = iter(self.others)
         age: Age | None = None
         for index, num_slots in enumerate(self._planned):
@@ -249,7 +193,7 @@ class SegmentSpace:
     def _create(self, name: str, num_slots: int) -> Segment:
         segment = self._create_file(name, segment_bytes(num_slots, self._geometry.slot_bytes))
         try:
-            segment.write(0, self._geometry.superblock(num_slots))
+            segment.write(0, superblock(self._geometry, num_slots))
             if self._sync:
                 segment.sync()
                 self._folder.sync()
@@ -283,18 +227,13 @@ class SegmentSpace:
             self._taken_bytes() + more_bytes > self._limits.budget_bytes or self._headroom_bytes() < disk_bytes
         ):
             self._peak_bytes = self.peak_bytes()
-            other = self.others.pop(0)
-            _log.info("nvme folder %s: %s is given up, which nothing here can read", self._folder.path, other.name)
-            try:
-                self._folder.unlink(other.name)
-            except OSError as error:
-                raise io_error(error, "giving up a file", self._folder.path / other.name) from error
+            self.others.give_up_first()
 
     def _taken_bytes(self) -> int:
         """What all files may come to take, as the budget counts them."""
         made = zip(self._planned, self.segments, strict=False)
         ours_bytes = sum(self._planned_bytes(num_slots, segment) for num_slots, segment in made)
-        return FOLDER_BYTES + ours_bytes + sum(other.num_bytes for other in self.others)
+        return FOLDER_BYTES + ours_bytes + self.others.num_bytes
 
     def _headroom_bytes(self) -> int:
         return self._limits.free_bytes(self._folder.path)
@@ -302,7 +241,7 @@ class SegmentSpace:
     def _room_bytes(self) -> int:
         """What further segments may take of the disk: its headroom and what others have; none if it cannot be asked."""
         try:
-            return self._headroom_bytes() + sum(other.num_bytes for other in list(self.others))
+            return self._headroom_bytes() + self.others.num_bytes
         except OSError:
             return 0
 
@@ -313,7 +252,7 @@ class SegmentSpace:
         if self._closed:
             return 0
         files_bytes = sum(segment.allocated_bytes() for segment in list(self.segments))
-        return self._folder.overhead_bytes() + files_bytes + sum(other.num_bytes for other in list(self.others))
+        return self._folder.overhead_bytes() + files_bytes + self.others.num_bytes
 
     def peak_bytes(self) -> int:
         """The most that `used_bytes` ever was: files shrink only where one of others is given up."""
@@ -321,7 +260,7 @@ class SegmentSpace:
 
     def ceiling_bytes(self) -> int:
         """What `used_bytes` can reach now: the budget, or less where the disk has no room for further segments."""
-        others_bytes = sum(other.num_bytes for other in list(self.others))
+        others_bytes = self.others.num_bytes
         headroom_bytes = self._room_bytes()
         ceiling_bytes = self.used_bytes() - others_bytes
         if self._is_short:
@@ -353,8 +292,3 @@ class SegmentSpace:
         with self._lock:
             self._closed = True
             self.segments = []
-
-
-def io_error(error: OSError, doing: str, path: Path) -> StoreError:
-    """An OSError in the words of a store."""
-    return StoreError(error.errno, f"nvme store: {doing}: {error.strerror}", str(path))

@@ -11,9 +11,11 @@ from kvtier.errors import ClosedError, IntegrityError, NoSpaceError
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, sparse_overhead_bytes
-from kvtier.stores.nvme_space import OtherFile, SegmentSpace, SpaceLimits, io_error
-from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, no_space
+from kvtier.stores.nvme_space import SegmentSpace
+from kvtier.stores.other_files import FoundFiles
+from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, io_error, no_space
 from kvtier.stores.slot_format import Geometry, Headers, Verdict, whole_pages
+from kvtier.stores.space_limits import SpaceLimits
 from kvtier.types import Slot
 
 _SLACK = 32  # one page in so many may stay with a slot that got smaller: a hole costs more time than it is worth
@@ -56,14 +58,13 @@ class SparseSpace(SegmentSpace):
         folder: OwnedFolder,
         geometry: Geometry,
         limits: SpaceLimits,
+        found: FoundFiles,
+        pages: Sequence[Pages],
         *,
         sync: bool,
-        there: list[tuple[Segment, int]],
-        others: list[OtherFile],
-        pages: Sequence[Pages],
     ) -> None:
-        """`pages`: of each slot of each segment that is there, as `give_back_holes` returns them."""
-        super().__init__(folder, geometry, limits, sync=sync, there=there, others=others)
+        """`pages`: of each slot of each segment that was found, as `give_back_holes` returns them."""
+        super().__init__(folder, geometry, limits, found, sync=sync)
         self._pages = [_SlotPages(each) for each in pages]
         self._ceiling = self.num_slots  # from here on slots were refused, and there has been no room since
         self._num_changing = 0
@@ -199,7 +200,7 @@ class SparseSpace(SegmentSpace):
 
     def _taken_bytes(self) -> int:
         ours_bytes = sum(pages.budget_bytes for pages in self._pages)
-        return FOLDER_BYTES + ours_bytes + sum(other.num_bytes for other in self.others)
+        return FOLDER_BYTES + ours_bytes + self.others.num_bytes
 
     def ceiling_bytes(self) -> int:
         """What `used_bytes` can reach now: the budget, or less where the disk has no room."""

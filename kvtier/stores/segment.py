@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import NoSpaceError
+from kvtier.errors import NoSpaceError, StoreError
 from kvtier.stores.file_io import FileIo, OpenFile
 
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -92,3 +92,8 @@ def no_space(error: OSError, path: Path, available_slots: int) -> NoSpaceError:
     reason = f"{errno.errorcode.get(error.errno or 0, '?')} ({os.strerror(error.errno or 0)})"
     message = f"nvme store: no space for {path}: {reason}; {available_slots} slots have backing"
     return NoSpaceError(message, available_slots)
+
+
+def io_error(error: OSError, doing: str, path: Path) -> StoreError:
+    """An OSError in the words of a store."""
+    return StoreError(error.errno, f"nvme store: {doing}: {error.strerror}", str(path))

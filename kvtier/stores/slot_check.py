@@ -15,7 +15,8 @@ import numpy as np
 import xxhash
 
 from kvtier.stores.file_io import PAGE_BYTES
-from kvtier.stores.slot_format import Bytes, Geometry, SegmentKind, Verdict, read_superblock, whole_pages
+from kvtier.stores.slot_format import Bytes, Geometry, Verdict, whole_pages
+from kvtier.stores.superblock import SegmentKind, read_superblock, superblock
 
 _CHUNK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1 << 20  # the largest block_tokens and 40,000 layers; a crafted one must not cost more memory
@@ -230,7 +231,7 @@ def mend_segment(fd: int, geometry: Geometry, num_whole_slots: int) -> None:
     Raises OSError.
     """
     os.ftruncate(fd, PAGE_BYTES + num_whole_slots * geometry.slot_bytes)
-    os.pwrite(fd, geometry.superblock(num_whole_slots).data, 0)
+    os.pwrite(fd, superblock(geometry, num_whole_slots).data, 0)
 
 
 def _reason(error: OSError) -> str:

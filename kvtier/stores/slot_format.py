@@ -1,4 +1,4 @@
-"""How a slot and a segment lie on disk, byte by byte: docs/nvme-format.md. No I/O, no torch.
+"""How a slot lies on disk, byte by byte: docs/nvme-format.md; `superblock` has the page before them. No I/O, no torch.
 
 All numbers are little-endian and unsigned. Whatever is read here may have been crafted: no length in it is used before
 it was compared with what the geometry allows.
@@ -24,26 +24,10 @@ Bytes = npt.NDArray[np.uint8]
 VERSION = 1
 CODEC_NONE = 0
 ENCODED_SLICE_LIMIT = 1 << 32  # slices of so many bytes are stored as they are: encoded lengths are of 32 bits
-SEGMENT_MAGIC = int.from_bytes(b"KVTSEGM\0", "little")
 SLOT_MAGIC = int.from_bytes(b"KVTSLOT\0", "little")
 MAX_GENERATION = (1 << 62) - 1  # a crafted one must not leave the next without a number
 
 _U2, _U4, _U8, _32 = "<u2", "<u4", "<u8", ("u1", (32,))
-
-SUPERBLOCK = np.dtype(
-    [
-        ("magic", _U8),
-        ("version", _U2),
-        ("reserved", ("u1", (6,))),
-        ("slot_bytes", _U8),
-        ("header_bytes", _U8),
-        ("slice_bytes", _U8),
-        ("num_slices", _U4),
-        ("num_slots", _U4),
-        ("checksum", _U8),
-    ]
-)
-"""The first page of a segment file; the rest of the page is zero. The checksum is of all fields before it."""
 
 HEADER = np.dtype(
     [
@@ -126,21 +110,6 @@ class Geometry:
     @property
     def _content_offset(self) -> int:
         return HEADER.itemsize + self.num_slices * SLICE.itemsize
-
-    # --- segments
-
-    def superblock(self, num_slots: int) -> Bytes:
-        """The first page of a segment of that many slots."""
-        page = np.zeros(PAGE_BYTES, np.uint8)
-        fields = page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]
-        fields["magic"], fields["version"] = SEGMENT_MAGIC, VERSION
-        fields["slot_bytes"], fields["header_bytes"] = self.slot_bytes, self.header_bytes
-        fields["slice_bytes"], fields["num_slices"] = self.slice_bytes, self.num_slices
-        fields["num_slots"] = num_slots
-        fields["checksum"] = checksum(page[: SUPERBLOCK.itemsize - CHECKSUM_BYTES])
-        return page
-
-    # --- slots
 
     def fits(self, label: SlotLabel) -> bool:
         """Whether a header of this size can hold the label. Raises ValueError for one that none can: a bug."""
@@ -277,39 +246,3 @@ class Headers:
 def content_room(shape: BlockShape) -> int:
     """Bytes for the content and the checksum behind it: an id and a position of 4 bytes each a token, and 64."""
     return 8 * shape.block_tokens + 64 + CHECKSUM_BYTES
-
-
-class SegmentKind(enum.Enum):
-    """What the first page of a file says."""
-
-    OURS = "ours"
-    FUTURE = "of a format version that this kvtier does not know"
-    DAMAGED = "not a segment, or damaged"
-
-
-def read_superblock(page: Bytes) -> tuple[SegmentKind, Geometry | None, int]:
-    """The kind, geometry and number of slots of a segment from its first PAGE_BYTES, whatever they hold.
-
-    The sizes agree with each other; whether the file has them is for the caller to compare.
-    """
-    nothing = (SegmentKind.DAMAGED, None, 0)
-    if len(page) < SUPERBLOCK.itemsize:
-        return nothing
-    fields = page[: SUPERBLOCK.itemsize].copy().view(SUPERBLOCK)[0]
-    if fields["magic"] != SEGMENT_MAGIC:
-        return nothing
-    if fields["version"] > VERSION:
-        return SegmentKind.FUTURE, None, 0
-    if fields["version"] != VERSION or fields["checksum"] != checksum(page[: SUPERBLOCK.itemsize - CHECKSUM_BYTES]):
-        return nothing
-    names = ("header_bytes", "slot_bytes", "slice_bytes", "num_slices")
-    geometry = Geometry(*(int(fields[name]) for name in names))
-    if (
-        geometry.header_bytes % PAGE_BYTES
-        or geometry.num_slices < 1
-        or geometry.slice_bytes < 1
-        or geometry.max_content_bytes < 0
-        or geometry.slot_bytes != geometry.header_bytes + whole_pages(geometry.payload_bytes)
-    ):
-        return nothing
-    return SegmentKind.OURS, geometry, int(fields["num_slots"])

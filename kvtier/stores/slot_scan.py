@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder, SegmentFile
-from kvtier.stores.slot_format import HEADER, Geometry, Headers, SegmentKind, read_superblock
+from kvtier.stores.slot_format import HEADER, Geometry, Headers
+from kvtier.stores.superblock import SegmentKind, read_superblock
 
 _NUM_THREADS = 8  # headers lie a slot apart: a cold disk is asked for many at a time
 _CHUNK_BYTES = 1 << 20  # of headers, read and judged together: what a core's cache holds

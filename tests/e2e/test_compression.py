@@ -86,7 +86,7 @@ def test_a_tier_whose_bytes_run_out_goes_on_with_what_fits(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More slots than bytes: some are refused, and whoever has to go makes room for the next conversation."""
-    monkeypatch.setattr("kvtier.stores.nvme._PAYLOAD_FRACS", {4: 0.5})
+    monkeypatch.setattr("kvtier.stores.space_limits._PAYLOAD_FRACS", {4: 0.5})
     model = tiny("qwen3")
     config = compressed(model, tmp_path, mode, nvme="800KiB", block_tokens=64, cpu_blocks=1, gpu_slots=2)
     conversations = [plain_turns(model, seed=seed, turns=1, prompt=400) for seed in range(5)]

@@ -25,7 +25,8 @@ from kvtier.fsck import check_folder
 from kvtier.fsck_report import FsckReport, Outcome
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.slot_check import SlotState, slots_with_data
-from kvtier.stores.slot_format import HEADER, SUPERBLOCK, Geometry
+from kvtier.stores.slot_format import HEADER, Geometry
+from kvtier.stores.superblock import SUPERBLOCK, superblock
 from kvtier.system import allocated_bytes
 from kvtier.types import BlockShape, Slot
 from tests.fault.folders import (
@@ -587,7 +588,7 @@ def test_an_absurd_file_of_holes_is_cheap(tmp_path: Path) -> None:
     num_slots = (8 << 40) // SLOT_BYTES
     with huge.open("wb") as file:
         os.fchmod(file.fileno(), 0o600)
-        file.write(Geometry.of(SHAPE).superblock(number).tobytes())
+        file.write(superblock(Geometry.of(SHAPE), number).tobytes())
         file.truncate(place(num_slots))
         file.seek(place(num_slots - 1))
         file.write(path.read_bytes()[place(1) : place(2)])

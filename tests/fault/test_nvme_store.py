@@ -26,7 +26,8 @@ from kvtier.errors import (
     StoreError,
 )
 from kvtier.stores.file_io import PAGE_BYTES
-from kvtier.stores.nvme import NvmeStore, min_budget_bytes, sweep_stale, temporary_folder
+from kvtier.stores.nvme import NvmeStore, min_budget_bytes
+from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
 from kvtier.system import allocated_bytes
 from kvtier.testing.stores import SHAPES, random_block, read, read_slice
 from kvtier.types import BlockShape, Slot
@@ -605,7 +606,7 @@ def test_sweep_removes_dead_owners_folders_only(tmp_path: Path) -> None:
         import os
         from pathlib import Path
         from tests.fault.test_nvme_store import fill, open_store
-        from kvtier.stores.nvme import temporary_folder
+        from kvtier.stores.temporary_folders import temporary_folder
         folder = temporary_folder(Path({str(tmp_path)!r}))
         fill(open_store(folder), 3)
         print(folder, flush=True)

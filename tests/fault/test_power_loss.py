@@ -235,7 +235,7 @@ def test_power_loss_of_what_survives_a_kill_alone_serves_nothing_wrong(
     outcome = replay(events, tmp_path / "after", 200)
     assert outcome.wrong == 0 and outcome.lost > 100 and outcome.refused > 100
     # The control: with verification switched off, what was refused is served.
-    monkeypatch.setattr("kvtier.stores.nvme._verify", lambda *_: None)
+    monkeypatch.setattr("kvtier.stores.slot_reader._verify", lambda *_: None)
     assert replay(events, tmp_path / "after", 50).wrong > 25
 
 

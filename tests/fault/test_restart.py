@@ -22,7 +22,8 @@ from kvtier.slots import SlotPool
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.segment import Segment
-from kvtier.stores.slot_format import HEADER, SUPERBLOCK, Geometry
+from kvtier.stores.slot_format import HEADER, Geometry
+from kvtier.stores.superblock import SUPERBLOCK, superblock
 from kvtier.system import allocated_bytes
 from kvtier.types import BlockShape, Slot, SlotLabel, Survives
 from tests.fault.folders import (
@@ -410,7 +411,7 @@ def test_an_extended_file_is_cut(tmp_path: Path) -> None:
 def test_a_file_of_absurd_length_that_is_all_holes_is_not_ours(tmp_path: Path) -> None:
     filled(tmp_path / "kv", range(3))
     path = segments(tmp_path / "kv")[0]
-    page = Geometry.of(SHAPE).superblock(2**32 - 1)
+    page = superblock(Geometry.of(SHAPE), 2**32 - 1)
     edit(path, 0, lambda _: page.tobytes(), PAGE_BYTES)
     os.truncate(path, 1 << 43)  # 16 TiB of headers to read
     store = open_store(tmp_path / "kv")
@@ -782,7 +783,7 @@ def test_with_verification_switched_off_the_same_faults_give_wrong_bytes(
         edit(path, place(1, HEADER_BYTES), lambda _: data[place(1, HEADER_BYTES) : place(2)], SHAPE.block_bytes)
     number = 50 if fault == "old generation" else 1
     assert served(store, [number]) == (set(), {number}, set())
-    monkeypatch.setattr("kvtier.stores.nvme._verify", lambda *_: None)
+    monkeypatch.setattr("kvtier.stores.slot_reader._verify", lambda *_: None)
     assert served(store, [number]) == (set(), set(), {number})
     store.close()
 

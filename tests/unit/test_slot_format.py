@@ -18,18 +18,15 @@ from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.slot_format import (
     CODEC_NONE,
     HEADER,
-    SEGMENT_MAGIC,
     SLICE,
     SLOT_MAGIC,
-    SUPERBLOCK,
     VERSION,
     Bytes,
     Geometry,
     Payload,
-    SegmentKind,
     Verdict,
-    read_superblock,
 )
+from kvtier.stores.superblock import SEGMENT_MAGIC, SUPERBLOCK, SegmentKind, read_superblock, superblock
 from kvtier.types import BlockShape, SlotLabel
 
 SHAPE = BlockShape(num_layers=3, kv_heads=2, block_tokens=16, key_dim=16, value_dim=16, element_bytes=2)
@@ -220,7 +217,7 @@ def test_later_versions_are_known_as_such_and_not_guessed_at() -> None:
         raw = header()
         raw[: HEADER.itemsize].view(HEADER)[0]["version"] = version
         assert verdict(signed(raw)) is Verdict.FUTURE
-        page = GEOMETRY.superblock(5)
+        page = superblock(GEOMETRY, 5)
         page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]["version"] = version
         assert read_superblock(page) == (SegmentKind.FUTURE, None, 0)
 
@@ -231,14 +228,14 @@ def test_noise_over_a_header_makes_it_another_or_none(noise: bytes, offset: int)
     raw[offset : offset + len(noise)] = np.frombuffer(noise, np.uint8)
     is_same = np.array_equal(raw[:used], header()[:used])
     assert (verdict(raw) is Verdict.GOOD) is is_same
-    page = GEOMETRY.superblock(5)
+    page = superblock(GEOMETRY, 5)
     page[offset : offset + len(noise)] = np.frombuffer(noise, np.uint8)
-    is_same = np.array_equal(page[: SUPERBLOCK.itemsize], GEOMETRY.superblock(5)[: SUPERBLOCK.itemsize])
+    is_same = np.array_equal(page[: SUPERBLOCK.itemsize], superblock(GEOMETRY, 5)[: SUPERBLOCK.itemsize])
     assert (read_superblock(page)[0] is SegmentKind.OURS) is is_same
 
 
 def test_superblocks() -> None:
-    page = GEOMETRY.superblock(77)
+    page = superblock(GEOMETRY, 77)
     assert len(page) == PAGE_BYTES
     assert read_superblock(page) == (SegmentKind.OURS, GEOMETRY, 77)
     for length in (0, 1, SUPERBLOCK.itemsize - 1):
@@ -253,7 +250,7 @@ def test_superblocks() -> None:
 @pytest.mark.parametrize("field", ["slot_bytes", "header_bytes", "slice_bytes", "num_slices"])
 @pytest.mark.parametrize("value", [0, 1, 2**32 - 1])
 def test_crafted_superblocks_whose_sizes_contradict_each_other_are_refused(field: str, value: int) -> None:
-    page = GEOMETRY.superblock(5)
+    page = superblock(GEOMETRY, 5)
     page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0][field] = value
     end = SUPERBLOCK.itemsize - 8
     page[end : end + 8] = np.frombuffer(xxhash.xxh3_64_intdigest(page[:end].tobytes()).to_bytes(8, "little"), np.uint8)

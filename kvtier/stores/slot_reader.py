@@ -1,0 +1,67 @@
+"""Slices out of a slot: none is handed out whose bytes are not those that were written."""
+
+from __future__ import annotations
+
+from kvtier.errors import ChecksumError, StoreError
+from kvtier.stores.segment import Segment, io_error
+from kvtier.stores.slot_format import CODEC_NONE, Bytes, Payload, checksum
+from kvtier.stores.slot_payload import PayloadCodec
+from kvtier.types import BlockShape, Slot
+
+
+class SlotReader:
+    """Reads, verifies, decodes. Keeps nothing between calls; any number of threads at a time."""
+
+    def __init__(self, shape: BlockShape, codec: PayloadCodec) -> None:
+        self._slice_bytes, self._codec = shape.slice_bytes, codec
+
+    def read(self, slot: Slot, segment: Segment, start: int, payload: Payload, out: Bytes) -> None:
+        """All slices of a slot.
+
+        Args:
+            start: where the first slice begins in the segment's file.
+            payload: what its slices are.
+            out: `[block_bytes]`; after an error it holds anything.
+
+        Raises: StoreError; ChecksumError for bytes that were not written so.
+        """
+        if payload.codec == CODEC_NONE:
+            self._read(segment, slot, start, out)
+        step = self._slice_bytes
+        for layer, expected in enumerate(payload.checksums):
+            part = out[layer * step : (layer + 1) * step]
+            if payload.codec == CODEC_NONE:
+                _verify(part, expected, slot, layer, segment)
+            else:
+                self.read_slice(slot, segment, start, payload, layer, part)
+
+    def read_slice(self, slot: Slot, segment: Segment, start: int, payload: Payload, layer: int, out: Bytes) -> None:
+        """Read, verify, decode: what is decoded was written so. Arguments and errors as `read`."""
+        offset_bytes, num_bytes = payload.place(layer, self._slice_bytes)
+        is_encoded = num_bytes < self._slice_bytes
+        stored = self._codec.buffer(num_bytes) if is_encoded else out
+        self._read(segment, slot, start + offset_bytes, stored)
+        _verify(stored, payload.checksums[layer], slot, layer, segment)
+        if is_encoded:
+            try:
+                self._codec.decode(payload.codec, stored, out)
+            except ValueError as error:  # a crafted header: its checksums fit whatever lies there
+                message = f"nvme store: slot {slot}, layer {layer} of {segment.path}: {error}; nothing was served"
+                raise ChecksumError(message) from error
+
+    def _read(self, segment: Segment, slot: Slot, offset_bytes: int, out: Bytes) -> None:
+        try:
+            segment.read(offset_bytes, out)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise io_error(error, f"reading slot {slot}", segment.path) from error
+
+
+def _verify(data: Bytes, expected: int, slot: Slot, layer: int, segment: Segment) -> None:
+    actual = checksum(data)
+    if actual != expected:
+        raise ChecksumError(
+            f"nvme store: slot {slot}, layer {layer} of {segment.path}: read {actual:016x}, wrote {expected:016x}; "
+            "the bytes were not served"
+        )
