@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import errno
 import functools
 import itertools
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvtier.doctor.answer import NotMeasured, attempt, in_words
+from kvtier.doctor.disk_rates import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate, DiskSpeed
 from kvtier.doctor.watch import Watch
 from kvtier.stores.buffered_io import BufferedIo
 from kvtier.stores.direct_io import DirectIo
@@ -36,19 +36,9 @@ from kvtier.system import (
 from kvtier.types import IoMode
 
 _MIB = 1 << 20
-REQUEST_BYTES = (384 << 10, 1 << 20, 64 << 10)  # what matters most comes first: a slow disk's time may run out
-DEPTHS = (32, 4, 1)
-MODES = (IoMode.DIRECT, IoMode.MMAP)
 _LEAST_SCRATCH_BYTES = 4 * _MIB
 _NUM_ROUNDS = 3
 _MEMORY_SHARE = 8  # of what is available, where files are memory
-
-
-class Access(enum.StrEnum):
-    """What a request does."""
-
-    READ = "read"
-    WRITE = "write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,37 +65,6 @@ class DiskPlan:
 
 FULL = DiskPlan(256 * _MIB, 64 * _MIB, read_s=0.17, write_s=0.5, fill_s=5.0, most_s=36.0, estimate_s=17.0)
 QUICK = DiskPlan(64 * _MIB, 32 * _MIB, read_s=0.03, write_s=0.1, fill_s=1.0, most_s=5.0, estimate_s=4.0)
-
-
-@dataclass(frozen=True, slots=True)
-class DiskRate:
-    """`depth` requests in flight (as many threads), each of `request_bytes` at a random place; the file was cold."""
-
-    mode: IoMode
-    access: Access
-    request_bytes: int
-    depth: int
-    bytes_per_s: float | NotMeasured
-    disk_frac: float | NotMeasured
-    """What the kernel says it moved to or from a disk, as a fraction of the bytes asked for. Well under 1: a cache
-    answered; 0 for files that are memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSpeed:
-    """All rates, also those that could not be had."""
-
-    rates: tuple[DiskRate, ...]
-    takes_direct: Literal[True] | NotMeasured
-    """What the file system answers where it does not."""
-    preallocates: bool | NotMeasured
-    scratch_bytes: int
-    written_bytes: int
-
-    def row(self, mode: IoMode, access: Access, request_bytes: int, depth: int) -> DiskRate:
-        """The one of these."""
-        wanted = (mode, access, request_bytes, depth)
-        return next(row for row in self.rates if (row.mode, row.access, row.request_bytes, row.depth) == wanted)
 
 
 def measure_disk(folder: Path, plan: DiskPlan, watch: Watch) -> DiskSpeed:

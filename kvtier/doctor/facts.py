@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.doctor.answer import NotMeasured
-from kvtier.doctor.disk import DEPTHS, Access, DiskSpeed
+from kvtier.doctor.disk_rates import DEPTHS, Access, DiskSpeed
 from kvtier.doctor.gpu import Gpu
 from kvtier.doctor.host import HostSpeed
 from kvtier.doctor.limits import Limits

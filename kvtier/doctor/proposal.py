@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.config import MIN_PAGE_CACHE_BYTES, KVTierConfig, load_config
 from kvtier.config_files import parse_yaml
 from kvtier.doctor.answer import NotMeasured
-from kvtier.doctor.disk import Access
+from kvtier.doctor.disk_rates import Access
 from kvtier.doctor.facts import SLICE_BYTES, Facts
 from kvtier.size import Size
 from kvtier.terminal import printable

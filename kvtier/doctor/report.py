@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtier import __version__
 from kvtier.doctor.answer import NotMeasured
-from kvtier.doctor.disk import DiskRate
+from kvtier.doctor.disk_rates import DiskRate
 from kvtier.doctor.facts import Facts
 from kvtier.doctor.proposal import Proposal
 from kvtier.doctor.rows import Row, make_rows

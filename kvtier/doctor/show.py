@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.doctor.answer import NotMeasured
-from kvtier.doctor.disk import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate
+from kvtier.doctor.disk_rates import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate
 from kvtier.doctor.proposal import gigabytes, size_words
 from kvtier.doctor.report import Report
 from kvtier.doctor.rows import Row, Unit

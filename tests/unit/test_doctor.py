@@ -28,7 +28,8 @@ from kvtier import cli
 from kvtier.config import load_config
 from kvtier.doctor import NoWatch, Wishes, disk, examine, gpu
 from kvtier.doctor.answer import NotMeasured
-from kvtier.doctor.disk import DEPTHS, MODES, REQUEST_BYTES, Access, DiskPlan, DiskRate, DiskSpeed, measure_disk
+from kvtier.doctor.disk import DiskPlan, measure_disk
+from kvtier.doctor.disk_rates import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate, DiskSpeed
 from kvtier.doctor.gpu import PIECE_BYTES, copy_rates
 from kvtier.doctor.show import Bars
 from kvtier.stores.direct_io import DirectIo

@@ -17,7 +17,7 @@ from rich.console import Console
 from kvtier.config import load_config, read_config
 from kvtier.doctor import verdict
 from kvtier.doctor.answer import NotMeasured
-from kvtier.doctor.disk import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate, DiskSpeed
+from kvtier.doctor.disk_rates import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate, DiskSpeed
 from kvtier.doctor.facts import Facts, Place
 from kvtier.doctor.gpu import PIECE_BYTES, CopyRate, Gpu
 from kvtier.doctor.host import HostSpeed
