@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "configuration.md"
 INTRO = """\
 # Configuration
 
-<!-- Made by `make docs` from kvtier/config.py. Change the docstrings there, not this page. -->
+<!-- Made by `make docs` from kvtier/config.py and config_tiers.py. Change the docstrings there, not this page. -->
 
 `TieredKV(model, config)` and `kvtier soak --config` take a preset's name, the path of a YAML file, and in Python also a
 mapping of the same layout, a `KVTierConfig`, or nothing for the defaults below.

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from kvtier import system
-from kvtier.budget import GpuBudget, split_gpu_budget
-from kvtier.config import KVTierConfig, NvmeTierConfig
-from kvtier.errors import BudgetError, ClosedError, FolderInUseError
+from kvtier.config import KVTierConfig
+from kvtier.errors import BudgetError, ClosedError
 from kvtier.executor import StepExecutor, StepLimits
 from kvtier.labels import Labels, Source
 from kvtier.log import logger
+from kvtier.lower_tiers import budget_error, build_lower, gpu_budget
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
 from kvtier.placement import Placement, Watermark
@@ -25,11 +22,8 @@ from kvtier.policy import load_eviction, load_prefetch
 from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
 from kvtier.stores.base import Store
-from kvtier.stores.cpu import CpuStore
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.slab import slot_bytes
-from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
 from kvtier.types import IoMode, LayerGroup, Tier
@@ -41,27 +35,6 @@ class UntieredBytes(Protocol):
     """What one cache keeps beside the tiers."""
 
     num_bytes: int
-
-
-def _sweep(root: Path) -> None:
-    if root.is_dir():
-        for stale in sweep_stale(root):
-            logger.info("removed %s, left by a process that died", stale)
-
-
-def _own_folder(root: Path) -> Path:
-    """A new folder that goes with this process, in `root`, without what dead ones left there."""
-    _sweep(root)
-    return temporary_folder(root)
-
-
-@contextmanager
-def _budget_error(key: str, budget_bytes: int) -> Iterator[None]:
-    """Allocation errors, which torch raises as RuntimeError, by the name of the budget that asked for too much."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        raise BudgetError(f"{key}: {budget_bytes} bytes cannot be allocated: lower it ({error})") from error
 
 
 class Runtime:
@@ -117,11 +90,11 @@ class Runtime:
         # Each prefetch policy has its own default depth: no_prefetch takes none but 0.
         depth = config.prefetch.depth if "depth" in config.prefetch.model_fields_set else None
         prefetch = load_prefetch(config.prefetch.policy, depth, "prefetch.policy")
-        self.gpu_budget = self._gpu_budget(device)
+        self.gpu_budget = gpu_budget(config, group)
         self.budgets: dict[Tier, int] = {Tier.GPU: self.gpu_budget.budget_bytes}
-        self._build_lower(device)
+        build_lower(config, group, self.budgets, self.stores)
         dtype: torch.dtype = getattr(torch, group.dtype)
-        with _budget_error("tiers.gpu.budget", self.gpu_budget.budget_bytes):
+        with budget_error("tiers.gpu.budget", self.gpu_budget.budget_bytes):
             gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, device)
         self.stores[Tier.GPU] = gpu
         self.stores = dict(sorted(self.stores.items()))
@@ -164,98 +137,6 @@ class Runtime:
             logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)
             if isinstance(store, NvmeStore):
                 logger.info("nvme tier: io %s: %s", store.io.mode.value, store.io.reason)
-
-    # -- budgets ------------------------------------------------------------------------------------------------------
-
-    def _gpu_budget(self, device: torch.device) -> GpuBudget:
-        if device.type == "cuda":
-            free_bytes = torch.cuda.mem_get_info(device)[0]
-        else:
-            free_bytes = max(0, system.memory_limit_bytes() - system.process_memory_bytes())
-        tiers, shape = self.config.tiers, self.group.shape
-        return split_gpu_budget(
-            tiers.gpu.budget.resolve(free_bytes),
-            shape,
-            slot_bytes=slot_bytes(shape),
-            heads=self.group.heads,
-            prefill_chunk=self.config.prefill_chunk,
-            mode=self.mode,
-            streams=any(tiers.budget(tier).amount for tier in (Tier.CPU, Tier.NVME)),
-            wide=self.group.is_wide,
-            writes_scores=self.group.writes_scores,
-            untiered_frac=tiers.gpu.untiered_frac if self.group.num_untiered else 0.0,
-        )
-
-    def _build_lower(self, device: torch.device) -> None:
-        shape, tiers = self.group.shape, self.config.tiers
-        cpu_bytes = tiers.budget(Tier.CPU).resolve(system.memory_limit_bytes())
-        if tiers.nvme is not None and tiers.nvme.budget.amount:
-            folder = self._nvme_root(tiers.nvme)
-            nvme_bytes = tiers.nvme.budget.resolve(system.free_disk_bytes(folder))
-            if system.is_memory_backed(system.filesystem_kind(folder)):
-                nvme_bytes = min(nvme_bytes, cpu_bytes // 2)
-                cpu_bytes -= nvme_bytes
-            self.budgets[Tier.NVME] = nvme_bytes
-            store = self._nvme_store(tiers.nvme, nvme_bytes, folder)
-            self.stores[Tier.NVME] = store
-            if store.ceiling_bytes() < nvme_bytes:
-                logger.warning(
-                    "tiers.nvme.budget is %d bytes, but the disk of %s has room for %d while 5%% of it stays free: "
-                    "going on with that", nvme_bytes, store.folder, store.ceiling_bytes(),
-                )  # fmt: skip
-        if cpu_bytes:
-            num_slots = cpu_bytes // slot_bytes(shape)
-            if num_slots < 1:
-                raise BudgetError(
-                    f"tiers.cpu.budget is {cpu_bytes} bytes, its minimum is {slot_bytes(shape)}: one block of "
-                    f"{shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
-                )
-            self.budgets[Tier.CPU] = cpu_bytes
-            in_memory = cpu_bytes + (self.budgets[Tier.GPU] if device.type == "cpu" else 0)
-            if in_memory > system.memory_limit_bytes():
-                logger.warning(
-                    "the budgets in host memory add up to %d bytes, and the process may use %d: lower them, or it may "
-                    "be killed when they fill", in_memory, system.memory_limit_bytes(),
-                )  # fmt: skip
-            with _budget_error("tiers.cpu.budget", cpu_bytes):
-                self.stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
-
-    def _nvme_root(self, nvme: NvmeTierConfig) -> Path:
-        """The folder in which those of single processes lie."""
-        root = nvme.path if nvme.path is not None else system.cache_folder() / "runs"
-        kind = system.filesystem_kind(root)
-        if system.is_doubtful(kind):
-            detail = "its bytes count against tiers.cpu.budget" if system.is_memory_backed(kind) else "it may be slow"
-            logger.warning("the nvme folder %s is on a %s file system: %s", root, kind, detail)
-        return root
-
-    def _nvme_store(self, nvme: NvmeTierConfig, num_bytes: int, root: Path) -> NvmeStore:
-        page_cache_bytes = nvme.page_cache.resolve(system.memory_limit_bytes())
-        ways: dict[str, Any] = {
-            "io": nvme.io,
-            "page_cache_bytes": page_cache_bytes,
-            "compression": nvme.compression,
-        }
-        if nvme.path is None:
-            return NvmeStore(self.group.shape, num_bytes, _own_folder(root), persistent=False, **ways)
-        shares = root / "shares"
-        _sweep(shares)
-        try:
-            return NvmeStore(
-                self.group.shape,
-                num_bytes,
-                root / "kv",  # beside whatever else the user keeps there; all in it is ours
-                persistent=True,
-                survives=nvme.survives,
-                namespace_ttl_s=nvme.namespace_ttl.seconds,
-                **ways,
-            )
-        except FolderInUseError as error:
-            if nvme.on_locked == "error":
-                raise
-            share = _own_folder(shares)
-            logger.info("%s; this one uses %s", error, share)
-            return NvmeStore(self.group.shape, num_bytes, share, persistent=False, **ways)
 
     def _stream_threads(self) -> int:
         """Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.config import MIN_PAGE_CACHE_BYTES, KVTierConfig, load_config
+from kvtier.config import KVTierConfig, load_config
 from kvtier.config_files import parse_yaml
+from kvtier.config_tiers import MIN_PAGE_CACHE_BYTES
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk_rates import Access
 from kvtier.doctor.facts import SLICE_BYTES, Facts

@@ -26,7 +26,7 @@ def test_the_page_is_up_to_date() -> None:
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
 def test_every_key_has_a_description_and_says_what_to_give(key: Any) -> None:
     field = key.field
-    assert field.description and field.description.endswith("."), "give the key a docstring in kvtier/config.py"
+    assert field.description and field.description.endswith("."), "give the key a docstring in kvtier/config*.py"
     assert field.title, "give the key a title: it ends error messages"
 
 

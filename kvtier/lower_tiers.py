@@ -1,0 +1,148 @@
+"""What each tier may take of this machine, and the stores in host memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier import system
+from kvtier.budget import GpuBudget, split_gpu_budget
+from kvtier.config import KVTierConfig
+from kvtier.config_tiers import NvmeTierConfig
+from kvtier.errors import BudgetError, FolderInUseError
+from kvtier.log import logger
+from kvtier.stores.base import Store
+from kvtier.stores.cpu import CpuStore
+from kvtier.stores.nvme import NvmeStore
+from kvtier.stores.slab import slot_bytes
+from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
+from kvtier.types import BlockShape, LayerGroup, Tier
+
+
+@contextmanager
+def budget_error(key: str, budget_bytes: int) -> Iterator[None]:
+    """Allocation errors, which torch raises as RuntimeError, by the name of the budget that asked for too much."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise BudgetError(f"{key}: {budget_bytes} bytes cannot be allocated: lower it ({error})") from error
+
+
+def gpu_budget(config: KVTierConfig, group: LayerGroup) -> GpuBudget:
+    """What the gpu budget is spent on. Raises BudgetError."""
+    device = torch.device(group.device)
+    if device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    else:
+        free_bytes = max(0, system.memory_limit_bytes() - system.process_memory_bytes())
+    tiers, shape = config.tiers, group.shape
+    return split_gpu_budget(
+        tiers.gpu.budget.resolve(free_bytes),
+        shape,
+        slot_bytes=slot_bytes(shape),
+        heads=group.heads,
+        prefill_chunk=config.prefill_chunk,
+        mode=config.attention,
+        streams=any(tiers.budget(tier).amount for tier in (Tier.CPU, Tier.NVME)),
+        wide=group.is_wide,
+        writes_scores=group.writes_scores,
+        untiered_frac=tiers.gpu.untiered_frac if group.num_untiered else 0.0,
+    )
+
+
+def build_lower(config: KVTierConfig, group: LayerGroup, budgets: dict[Tier, int], stores: dict[Tier, Store]) -> None:
+    """Make the stores below the gpu tier, in host memory and on disk, and say what each may take.
+
+    Args:
+        budgets: holds the gpu tier's; those of the others are added, in bytes.
+        stores: each is added as soon as it is made; after an error they are the caller's to close.
+
+    Raises: ConfigError, BudgetError, FolderInUseError.
+    """
+    shape, tiers, device = group.shape, config.tiers, torch.device(group.device)
+    cpu_bytes = tiers.budget(Tier.CPU).resolve(system.memory_limit_bytes())
+    if tiers.nvme is not None and tiers.nvme.budget.amount:
+        folder = _nvme_root(tiers.nvme)
+        nvme_bytes = tiers.nvme.budget.resolve(system.free_disk_bytes(folder))
+        if system.is_memory_backed(system.filesystem_kind(folder)):
+            nvme_bytes = min(nvme_bytes, cpu_bytes // 2)
+            cpu_bytes -= nvme_bytes
+        budgets[Tier.NVME] = nvme_bytes
+        store = _nvme_store(shape, tiers.nvme, nvme_bytes, folder)
+        stores[Tier.NVME] = store
+        if store.ceiling_bytes() < nvme_bytes:
+            logger.warning(
+                "tiers.nvme.budget is %d bytes, but the disk of %s has room for %d while 5%% of it stays free: "
+                "going on with that", nvme_bytes, store.folder, store.ceiling_bytes(),
+            )  # fmt: skip
+    if cpu_bytes:
+        num_slots = cpu_bytes // slot_bytes(shape)
+        if num_slots < 1:
+            raise BudgetError(
+                f"tiers.cpu.budget is {cpu_bytes} bytes, its minimum is {slot_bytes(shape)}: one block of "
+                f"{shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
+            )
+        budgets[Tier.CPU] = cpu_bytes
+        in_memory = cpu_bytes + (budgets[Tier.GPU] if device.type == "cpu" else 0)
+        if in_memory > system.memory_limit_bytes():
+            logger.warning(
+                "the budgets in host memory add up to %d bytes, and the process may use %d: lower them, or it may "
+                "be killed when they fill", in_memory, system.memory_limit_bytes(),
+            )  # fmt: skip
+        with budget_error("tiers.cpu.budget", cpu_bytes):
+            stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
+
+
+def _nvme_root(nvme: NvmeTierConfig) -> Path:
+    """The folder in which those of single processes lie."""
+    root = nvme.path if nvme.path is not None else system.cache_folder() / "runs"
+    kind = system.filesystem_kind(root)
+    if system.is_doubtful(kind):
+        detail = "its bytes count against tiers.cpu.budget" if system.is_memory_backed(kind) else "it may be slow"
+        logger.warning("the nvme folder %s is on a %s file system: %s", root, kind, detail)
+    return root
+
+
+def _nvme_store(shape: BlockShape, nvme: NvmeTierConfig, num_bytes: int, root: Path) -> NvmeStore:
+    page_cache_bytes = nvme.page_cache.resolve(system.memory_limit_bytes())
+    ways: dict[str, Any] = {
+        "io": nvme.io,
+        "page_cache_bytes": page_cache_bytes,
+        "compression": nvme.compression,
+    }
+    if nvme.path is None:
+        return NvmeStore(shape, num_bytes, _own_folder(root), persistent=False, **ways)
+    shares = root / "shares"
+    _sweep(shares)
+    try:
+        return NvmeStore(
+            shape,
+            num_bytes,
+            root / "kv",  # beside whatever else the user keeps there; all in it is ours
+            persistent=True,
+            survives=nvme.survives,
+            namespace_ttl_s=nvme.namespace_ttl.seconds,
+            **ways,
+        )
+    except FolderInUseError as error:
+        if nvme.on_locked == "error":
+            raise
+        share = _own_folder(shares)
+        logger.info("%s; this one uses %s", error, share)
+        return NvmeStore(shape, num_bytes, share, persistent=False, **ways)
+
+
+def _sweep(root: Path) -> None:
+    if root.is_dir():
+        for stale in sweep_stale(root):
+            logger.info("removed %s, left by a process that died", stale)
+
+
+def _own_folder(root: Path) -> Path:
+    """A new folder that goes with this process, in `root`, without what dead ones left there."""
+    _sweep(root)
+    return temporary_folder(root)
