@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from kvtier.log import logger
 from kvtier.slots import SlotPool
@@ -43,11 +43,16 @@ class Rest:
 class Breaker:
     """Takes a tier out of use whose moves fail one after the other: closed, then resting, then one move as a probe.
 
-    It is for moves into the tier alone: what lies there goes on being read.
+    A rest is for moves into the tier alone: what lies there goes on being read.
+
+    A tier *hangs* from when a read or write of it has passed its deadline until all that have are over. Then nothing is
+    read there either: each call would take a thread, and a slot or a buffer, that nobody gets back.
 
     Attributes:
         num_failed: moves that failed, ever.
         last_error: of the last one.
+        is_hanging: as `look` saw it last.
+        overdue_error: what passed its deadline first, while it hangs.
     """
 
     # That many in a row: one or two may be bad luck, and each costs a step that waits for room.
@@ -61,14 +66,42 @@ class Breaker:
         self.last_error = ""
         self.is_resting = False
         """Whether it is out of use. Stays so until a move has succeeded."""
+        self.is_hanging = False
+        self.overdue_error = ""
+        self._overdue: dict[Hashable, str] = {}
         self._num_in_a_row = 0
         self._probe: int | None = None
         self._rest = Rest(self.FIRST_REST_S, self.LONGEST_REST_S, clock)
 
     @property
+    def state(self) -> str:
+        """For people: `hanging`, `resting` or `ok`."""
+        return "hanging" if self.is_hanging else "resting" if self.is_resting else "ok"
+
+    @property
     def allows(self) -> bool:
         """Whether a move into the tier may start now. While it rests: one at a time, when the rest is over."""
-        return not self.is_resting or (self._probe is None and self._rest.is_over)
+        return not self.is_hanging and (not self.is_resting or (self._probe is None and self._rest.is_over))
+
+    def overdue(self, call: Hashable, error: str) -> None:
+        """A read or write of the tier has passed its deadline. On any thread; `look` draws the conclusion."""
+        self._overdue[call] = error
+
+    def ended(self, call: Hashable) -> None:
+        """One that had is over, well or not. On any thread."""
+        self._overdue.pop(call, None)
+
+    def look(self) -> None:
+        """Whether the tier hangs, from here on. By the thread that has the turn: nothing changes under a plan."""
+        errors = list(self._overdue.values())
+        if self.is_hanging is bool(errors):
+            return
+        self.is_hanging = bool(errors)
+        if self.is_hanging:
+            self.overdue_error = errors[0]
+            logger.warning("the %s tier hangs: %s; going on without it until that has ended", self.label, errors[0])
+        else:
+            logger.info("the %s tier answers again, and is in use", self.label)
 
     def started(self, move_id: int) -> None:
         """A move that was allowed has begun."""

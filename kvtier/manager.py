@@ -26,7 +26,7 @@ class _Tail(enum.Enum):
     IN_PLACE = "in place"
     PROMOTE = "promote"
     COPY = "copy"
-    """It is shared or sealed, and the row is going to append to it."""
+    """It is shared or sealed, or a move that hangs reads it, and the row is going to append to it."""
 
 
 @dataclass(slots=True)
@@ -51,8 +51,8 @@ class TierManager(Sequences):
 
     @property
     def num_gpu_slots(self) -> int:
-        """Slots of the gpu tier that can be used."""
-        return self.placement.pools[Tier.GPU].ceiling
+        """Slots of the gpu tier that can be used: not those of moves that hang."""
+        return self.placement.pools[Tier.GPU].ceiling - self.placement.num_held(Tier.GPU)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,9 @@ class TierManager(Sequences):
             return _Tail.NONE
         self.placement.settle(tail)
         record = self.placement.residency[tail]
-        if new.num_tokens and (record.holders > 1 or record.state is BlockState.SEALED):
+        slot = record.copies.get(Tier.GPU)
+        is_held = slot is not None and self.placement.is_held(Tier.GPU, slot)  # what is being written must not change
+        if new.num_tokens and (record.holders > 1 or record.state is BlockState.SEALED or is_held):
             return _Tail.COPY
         if Tier.GPU not in record.copies:
             return _Tail.PROMOTE
@@ -182,8 +184,16 @@ class TierManager(Sequences):
         return tuple(writes)
 
     def plan(self, batch: Batch) -> StepPlan:
-        """Where each full block lies now; valid until the next call of this manager."""
-        return StepPlan.build(batch, self.placement.residency)
+        """Where each full block lies now; valid until the next call of this manager.
+
+        Raises:
+            BlockLostError: a block has no copy, or its only one is on a tier that hangs: then all such are named.
+        """
+        plan = StepPlan.build(batch, self.placement.residency)
+        for tier in self.placement.breakers:
+            blocks = {source.block: source.index for source in plan.streamed if source.tier is tier}
+            self.placement.check_readable(blocks, tier)
+        return plan
 
     def commit_step(self, step: Step) -> None:
         """Make the step's columns part of the batch. Lower copies of tails that grew are stale from here on and go."""

@@ -30,6 +30,14 @@ from kvtier.types import (
 )
 
 
+def _is_of_nvme(move: Move) -> bool:
+    return Tier.NVME in (move.source, move.dest)
+
+
+def _slots(move: Move) -> set[tuple[Tier, Slot]]:
+    return {(move.source, move.source_slot), (move.dest, move.dest_slot)}
+
+
 class Mover:
     """Slots, copies and moves of every block. One thread at a time.
 
@@ -58,6 +66,7 @@ class Mover:
         self.pools = dict(pools)
         self.breakers: dict[Tier, Breaker] = {t: Breaker(t.label, clock) for t in pools if t is not Tier.GPU}
         """By destination of the moves down that they judge."""
+        self._clock = clock
         self.regrowth: dict[Tier, Regrowth] = {}
         if nvme_room is not None and Tier.NVME in pools:
             self.regrowth[Tier.NVME] = Regrowth(Tier.NVME.label, pools[Tier.NVME], nvme_room, clock)
@@ -72,6 +81,15 @@ class Mover:
         self.moves: dict[int, Move] = {}
         self.unreadable: set[BlockId] = set()
         """Blocks that a promotion failed to read: not tried again in the background. Reading them raises."""
+        self.hung: dict[int, Move] = {}
+        """Moves of the nvme tier that have passed their deadline and have not ended. Nobody waits for them, nor uses
+        what comes of them; the slots that they read and write stay theirs."""
+        self._held: set[tuple[Tier, Slot]] = set()
+        """Those slots."""
+        self._orphans: set[tuple[Tier, Slot]] = set()
+        """Those of them that no block owns: they go back when the move has ended."""
+        self._nvme_ended_s = 0.0
+        """When a move of the nvme tier ended last, or the first of those in flight began."""
         self._abandoned: set[int] = set()
         """Tail copies whose waiter gave up: their slot goes back when they end."""
         self._outcomes: dict[int, MoveStatus | None] = {}
@@ -93,8 +111,12 @@ class Mover:
         self.metrics.only_copy_peak_blocks = max(self.metrics.only_copy_peak_blocks, self.residency.num_only_nvme)
 
     def drop_copy(self, block: BlockId, tier: Tier) -> None:
-        """A copy goes, and its slot is free."""
-        self.pools[tier].give_back(self.residency.drop_copy(block, tier))
+        """A copy goes, and its slot is free, or once the move that hangs over it has ended."""
+        slot = self.residency.drop_copy(block, tier)
+        if (tier, slot) in self._held:
+            self._orphans.add((tier, slot))
+        else:
+            self.pools[tier].give_back(slot)
         self.policies[tier].removed(block)
         self._note_only_copies()
 
@@ -129,8 +151,29 @@ class Mover:
         self.residency.delete(block)
 
     def takes(self, tier: Tier) -> bool:
-        """Whether a move down into `tier` may start now: it is not out of use after failures."""
+        """Whether a move down into `tier` may start now: it does not hang, and is not out of use after failures."""
         return self.breakers[tier].allows
+
+    def is_readable(self, tier: Tier) -> bool:
+        """Whether what lies in `tier` may be read now: it does not hang."""
+        return tier not in self.breakers or not self.breakers[tier].is_hanging
+
+    def is_held(self, tier: Tier, slot: Slot) -> bool:
+        """Whether a move that hangs may still read or write this slot: it must not change, nor be given up."""
+        return (tier, slot) in self._held
+
+    def num_held(self, tier: Tier) -> int:
+        """Slots of `tier` that moves hold which hang."""
+        return sum(each is tier for each, _ in self._held)
+
+    def check_readable(self, blocks: Mapping[BlockId, int], tier: Tier) -> None:
+        """Raise BlockLostError, naming all of these blocks of `tier`, if it hangs. They are given with their index."""
+        if blocks and not self.is_readable(tier):
+            raise BlockLostError(
+                f"block {next(iter(blocks.values()))} cannot be read from {tier.label}: the tier hangs: "
+                f"{self.breakers[tier].overdue_error}",
+                tuple(blocks),
+            )
 
     # -- moves ------------------------------------------------------------------------------------------------------
 
@@ -148,6 +191,8 @@ class Mover:
             self._leaving[source] += 1
         if source < dest:
             self.breakers[dest].started(move.move_id)
+        if _is_of_nvme(move) and not any(_is_of_nvme(each) for each in self.moves.values() if each is not move):
+            self._nvme_ended_s = self._clock()
         self.engine.start([move])
         return move
 
@@ -155,19 +200,28 @@ class Mover:
         """Commit every move that has ended, without waiting."""
         for result in self.engine.finished():
             self._commit(result)
+        for breaker in self.breakers.values():
+            breaker.look()
+        if not self.is_readable(Tier.NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s:
+            self._pass_deadline()
 
     def wait(self) -> None:
         """Wait for at least one result and commit what has arrived.
 
+        If none has within `io_timeout_s`, or the tier hangs already, moves of the nvme tier are in `moves` no longer:
+        they hang, and their blocks are where they were.
+
         Raises:
-            TransferTimeoutError: nothing ended within `io_timeout_s`. The moves stay in flight and keep their slots.
+            TransferTimeoutError: nothing ended, and no move is of the nvme tier. The moves keep their slots.
         """
+        if not self.is_readable(Tier.NVME) and self._pass_deadline():
+            return
         started_s = time.monotonic()
         results = self.engine.wait(self.io_timeout_s)
         self.metrics.stall_s += time.monotonic() - started_s
         for result in results:
             self._commit(result)
-        if not results:
+        if not results and not self._pass_deadline():
             raise TransferTimeoutError(
                 f"no transfer ended within {self.io_timeout_s:g} s ({len(self.moves)} in flight): the disk hangs "
                 "or is overloaded; raise io_timeout_s or check it"
@@ -178,7 +232,61 @@ class Mover:
         while (record := self.residency.get(block)) is not None and record.move is not None:
             self.wait()
 
+    def _pass_deadline(self) -> bool:
+        """Wait no longer for moves of the nvme tier, and start no others until they have ended; whether there were any.
+
+        Those that have not begun are taken back.
+        """
+        late = [move for move in self.moves.values() if _is_of_nvme(move)]
+        for result in self.engine.withdraw([move.move_id for move in late]):
+            self._commit(result)
+        error = f"a transfer took longer than io_timeout_s ({self.io_timeout_s:g} s)"
+        for move in late:
+            if self.moves.pop(move.move_id, None) is not None:
+                self.hung[move.move_id] = move
+                self._held.update(_slots(move))
+                self._orphans.add((move.dest, move.dest_slot))
+                self._let_go(move)
+                self.breakers[Tier.NVME].overdue(move.move_id, error)
+        if late:
+            self._last_error = error
+            self.breakers[Tier.NVME].look()
+        return bool(late)
+
+    def _let_go(self, move: Move) -> None:
+        """The block is no longer part of the move, which hangs."""
+        record = self.residency[move.block]
+        record.move = None
+        if move.purpose is MovePurpose.DEMOTE:
+            self._leaving[move.source] -= 1
+        if move.source < move.dest:
+            self.breakers[move.dest].undecided(move.move_id)
+        self._abandoned.discard(move.move_id)
+        if record.holders == 0:
+            self._forget(move.block)
+
+    def _end_hung(self, result: MoveResult) -> None:
+        """A move that hung is over. Its slots are free, but for a source that its block still has."""
+        move = result.move
+        self._held = {slot for other in self.hung.values() for slot in _slots(other)}
+        if result.status is MoveStatus.DONE:
+            self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
+        elif move.source < move.dest:
+            self._note_failure(result)
+        else:
+            self.metrics.moves_failed += 1
+        for tier, slot in self._orphans - self._held:
+            self._orphans.discard((tier, slot))
+            if (tier, slot) == (move.dest, move.dest_slot):
+                self._put_back(result)
+            else:
+                self.pools[tier].give_back(slot)
+        self.breakers[Tier.NVME].ended(move.move_id)
+
     def _commit(self, result: MoveResult) -> None:
+        if self.hung.pop(result.move.move_id, None) is not None:
+            self._end_hung(result)
+            return
         move = self.moves.pop(result.move.move_id, None)
         if move is None:
             raise IntegrityError(f"a result arrived for move {result.move.move_id}, which is not in flight")
@@ -186,6 +294,8 @@ class Mover:
             self._outcomes[move.move_id] = result.status
         record = self.residency[move.block]
         record.move = None
+        if _is_of_nvme(move):
+            self._nvme_ended_s = self._clock()
         if move.purpose is MovePurpose.DEMOTE:
             self._leaving[move.source] -= 1
         if result.status is MoveStatus.DONE:
@@ -198,8 +308,10 @@ class Mover:
                 self.metrics.nvme_sole_reads += len(record.copies) == 1
                 if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves
                     self.sequence_metrics[record.sequence].nvme_read_bytes += self.block_bytes
-        else:
+        elif result.status is not MoveStatus.WITHDRAWN:
             self._note_failure(result)
+        elif move.source < move.dest:
+            self.breakers[move.dest].undecided(move.move_id)
         abandoned = move.move_id in self._abandoned
         self._abandoned.discard(move.move_id)
         if record.holders == 0:  # released while it moved
@@ -264,12 +376,15 @@ class Mover:
         """Copy `block` from its fastest tier into a taken gpu slot and wait. PROMOTE adds the copy, COPY_TAIL not.
 
         Raises:
-            BlockLostError: the block could not be read; the slot has been given back.
+            BlockLostError: the block could not be read; the slot has been given back, or is when the move has ended.
             TransferTimeoutError: as `wait`; the slot stays with the move and is given back when it ends.
         """
-        source = self.residency[block].fastest
-        if source is None:
+        record = self.residency[block]
+        source = record.fastest
+        if source is None or not self.is_readable(source):
             self.pools[Tier.GPU].give_back(dest_slot)
+            if source is not None:
+                self.check_readable({block: record.index}, source)
             raise BlockLostError(f"block {block} has no copy on any tier", (block,))
         move = self.start(block, purpose, source, Tier.GPU, dest_slot)
         self._outcomes[move.move_id] = None
@@ -291,6 +406,8 @@ class Mover:
         """Raise IntegrityError unless slots, copies, moves and policies agree."""
         self.residency.check_integrity()
         used: dict[Tier, set[Slot]] = {tier: set() for tier in self.pools}
+        if self._held != {slot for move in self.hung.values() for slot in _slots(move)} or self._orphans - self._held:
+            raise IntegrityError("slots are held for other moves than those that hang")
         for block in self.residency.blocks():
             for tier, slot in self.residency[block].copies.items():
                 used[tier].add(slot)
@@ -301,6 +418,13 @@ class Mover:
             if move.dest_slot in used[move.dest]:
                 raise IntegrityError(f"{move.dest.label} slot {move.dest_slot} is both owned and a destination")
             used[move.dest].add(move.dest_slot)
+        for tier, slot in self._orphans:
+            if slot in used[tier]:
+                raise IntegrityError(f"{tier.label} slot {slot} has an owner, and a move that hangs has it alone")
+            used[tier].add(slot)
+        for tier, slot in self._held:
+            if slot not in used[tier]:
+                raise IntegrityError(f"{tier.label} slot {slot} is free, and a move that hangs uses it")
         for tier, pool in self.pools.items():
             pool.check_integrity()
             if pool.num_used != len(used[tier]):

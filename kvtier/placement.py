@@ -29,7 +29,7 @@ class _Evictable(Container[BlockId]):
     """Blocks that may leave a tier now, of running sequences or of idle ones."""
 
     def __init__(self, placement: Placement, tier: Tier, running: bool) -> None:
-        self._residency = placement.residency
+        self._placement, self._residency = placement, placement.residency
         self._running_blocks = placement.running_blocks
         self._tier = tier
         self._running = running
@@ -41,6 +41,7 @@ class _Evictable(Container[BlockId]):
             and self._tier in record.copies
             and record.move is None
             and not record.pins[self._tier]
+            and not self._placement.is_held(self._tier, record.copies[self._tier])
             and (block in self._running_blocks) is self._running
         )
 
@@ -119,6 +120,9 @@ class Placement(Mover):
             for each in self.breakers.values()
             if each.is_resting
         )
+        cause += "".join(
+            f"; the {each.label} tier hangs: {each.overdue_error}" for each in self.breakers.values() if each.is_hanging
+        )
         if not cause and self._last_error:
             cause = f"; last error: {self._last_error}"
         return (
@@ -141,18 +145,28 @@ class Placement(Mover):
             done += 1
         for running in (False,) if idle_only else (False, True):
             for block in self._victims(tier, num_slots - done, running):
-                if self.residency[block].is_clean(tier):
+                if self._is_clean(block, tier):
                     self.drop_copy(block, tier)
                 elif (place := self._take_below(tier, num_slots - done, idle_only)) is not None:
                     self.start(block, MovePurpose.DEMOTE, tier, *place)
+                elif self._oldest_first and not running and self.residency[block].is_clean(tier):
+                    self.drop_copy(block, tier)  # the tier below hangs: read when it answers again, or recomputed
                 else:
                     return done
                 done += 1
         return done
 
+    def _is_clean(self, block: BlockId, tier: Tier) -> bool:
+        """Whether a slower tier that can be read has the block too."""
+        return any(other > tier and self.is_readable(other) for other in self.residency[block].copies)
+
     def _redundant(self, tier: Tier, num_blocks: int) -> list[BlockId]:
         records = ((block, self.residency[block]) for block in self.residency.redundant[tier])
-        free = (block for block, record in records if record.move is None and not record.pins[tier])
+        free = (
+            block
+            for block, record in records
+            if record.move is None and not record.pins[tier] and not self.is_held(tier, record.copies[tier])
+        )
         return list(islice(free, num_blocks))
 
     def _victims(self, tier: Tier, num_blocks: int, running: bool) -> list[BlockId]:

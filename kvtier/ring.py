@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 
+from kvtier.breaker import Breaker
 from kvtier.errors import BlockLostError, IntegrityError, StoreError, TransferTimeoutError
 from kvtier.metrics import Metrics
 from kvtier.plan import Source
 from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
+from kvtier.workers import Workers
 
 ReadSlice = Callable[[Tier, Slot, int, torch.Tensor], None]
 
@@ -33,12 +36,39 @@ class Group:
     values: torch.Tensor
 
 
+@dataclass(eq=False, slots=True)
+class _Cell:
+    """Neighbouring slices of the ring."""
+
+    first: int
+    num_slices: int
+    used: torch.cuda.Event | None = None
+    """Behind the kernels that used it last."""
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """Slices of one layer and one tier, read one after the other by one thread."""
+
+    generation: int
+    tier: Tier
+    layer: int
+    cell: _Cell
+    entries: list[tuple[int, Source]]
+    """Where in the ring each goes."""
+    used: torch.cuda.Event | None
+    is_overdue: bool = False
+
+
 class SliceRing:
     """Reads the streamed slices of a step in plan order into `num_slices` fixed buffers.
 
     The ring is `num_cells` cells of equal size; a cell takes a group of neighbouring slices of one layer, so that
     attention gets them as rows of one call. A cell is read into again only after the group it held has been used (with
     CUDA: after an event behind the kernels that used it). Runs ahead as far as cells and the prefetch policy allow.
+
+    A read of the nvme tier that passes its deadline is a loss, and its cell is left to it until it ends. Such reads
+    usually have all cells: one slice more is kept (of three or more) for streaming from the cpu tier meanwhile.
     """
 
     NUM_CELLS = 4
@@ -55,13 +85,21 @@ class SliceRing:
         metrics: Metrics,
         num_threads: int,
         io_timeout_s: float,
+        breaker: Breaker | None = None,
     ) -> None:
+        """Args:
+        num_threads: for the nvme tier, and as many for memory.
+        breaker: the nvme tier's: it is told of reads that hang.
+        """
         if num_slices < 2:
             raise IntegrityError(f"a ring needs at least 2 slices, got {num_slices}")
-        self.num_cells = min(self.NUM_CELLS, num_slices)
-        self.cell_slices = num_slices // self.num_cells
+        num_spare = int(num_slices > 2)
+        self.num_cells = min(self.NUM_CELLS, num_slices - num_spare)
+        self.cell_slices = (num_slices - num_spare) // self.num_cells
+        self._cells = [_Cell(number * self.cell_slices, self.cell_slices) for number in range(self.num_cells)]
+        total = self.num_cells * self.cell_slices + num_spare
+        self._spare = [_Cell(total - 1, 1)] if num_spare else []
         self._shape, self._device = shape, device
-        total = self.num_cells * self.cell_slices
         num_bytes = total * shape.slice_bytes
         on_host = device.type == "cpu"  # there O_DIRECT reads into it, without a copy where slices are whole pages
         memory = page_aligned(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -70,36 +108,57 @@ class SliceRing:
         self._keys = self._bytes[:, : shape.key_bytes].view(dtype).view(total, heads, tokens, shape.key_dim)
         self._values = self._bytes[:, shape.key_bytes :].view(dtype).view(total, heads, tokens, shape.value_dim)
         self._read_slice, self._prefetch, self._metrics = read_slice, prefetch, metrics
-        self._num_threads, self._io_timeout_s = num_threads, io_timeout_s
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-stream")
-        self._reads: dict[int, list[Future[None]]] = {}
-        self._running = threading.Condition()
-        self._num_running = 0
+        self._num_threads, self._io_timeout_s, self._breaker = num_threads, io_timeout_s, breaker
+        # Threads that hang on nvme must not be what reads of the cpu tier wait for.
+        self._files = Workers(num_threads, "kvtier-stream-nvme")
+        self._memory = Workers(num_threads, "kvtier-stream")
+        self._reads: dict[int, dict[Future[None], _Read]] = {}
+        self._running: dict[_Read, None] = {}
+        self._changed = threading.Condition()
         self._generation = 0
-        self._used: dict[int, torch.cuda.Event | None] = {}
+        self._free: deque[_Cell] = deque()
+        self._cell_of: dict[int, _Cell] = {}
         self._sources: Sequence[Source] = ()
+        self._num_cells_now, self._group_slices = self.num_cells, self.cell_slices
         self._groups_per_layer = 0
         self._next_read = self._next_use = 0
+
+    @property
+    def num_overdue(self) -> int:
+        """Reads that have passed their deadline and have not ended."""
+        with self._changed:
+            return sum(read.is_overdue for read in self._running)
 
     def begin(self, sources: Sequence[Source]) -> None:
         """Start a step that streams these blocks in every layer; layer 0's first slices are requested at once.
 
         Raises:
-            TransferTimeoutError: reads of an earlier step still hang.
+            TransferTimeoutError: reads of the cpu tier hang, or reads that hang have the whole ring.
         """
         self.drain()
+        with self._changed:
+            taken = {read.cell for read in self._running}
+        for cells in (self._cells, self._spare):
+            self._free = deque(cell for cell in cells if cell not in taken)
+            if self._free:
+                break
+        else:
+            raise TransferTimeoutError(
+                f"{len(taken)} reads hang for more than io_timeout_s ({self._io_timeout_s:g} s), and no buffer is left "
+                "to stream through: raise tiers.gpu.budget, or check the disk"
+            )
+        self._num_cells_now, self._group_slices = len(self._free), self._free[0].num_slices
         self._sources = sources
-        self._groups_per_layer = -(-len(sources) // self.cell_slices)
+        self._groups_per_layer = -(-len(sources) // self._group_slices)
         self._next_read = self._next_use = 0
-        self._used.clear()
         self._advance(0)
 
     def groups(self, layer: int) -> Iterator[Group]:
         """The layer's groups in plan order, each waited for. Layers must be asked for in order, each once.
 
         Raises:
-            BlockLostError: a slice could not be read.
-            TransferTimeoutError: a read took longer than `io_timeout_s`.
+            BlockLostError: a slice could not be read, or not within `io_timeout_s`.
+            TransferTimeoutError: a read of the cpu tier took longer than that.
         """
         if self._next_use != layer * self._groups_per_layer:
             raise IntegrityError(f"layer {layer} asks for its slices out of order")
@@ -107,15 +166,19 @@ class SliceRing:
             self._advance(layer)
             yield self._arrived(number)
             self._next_use = number + 1
-            self._used[number % self.num_cells] = self._mark()
+            cell = self._cell_of.pop(number)
+            cell.used = self._mark()
+            self._free.append(cell)
         # What the policy allows behind this layer may go on while the model computes the rest of it.
         self._advance(layer)
 
     def unreadable(self, sources: Sequence[Source]) -> list[BlockId]:
         """Read every slice of these blocks; which of them cannot be read. Costs the reads of a whole step.
 
+        Once a read of the nvme tier has passed its deadline, all blocks there count as such, without further waiting.
+
         Raises:
-            TransferTimeoutError: a read took longer than `io_timeout_s`.
+            TransferTimeoutError: as `begin` and `groups`.
         """
         lost: dict[int, None] = {}
         self.begin(sources)
@@ -127,7 +190,11 @@ class SliceRing:
                         self._arrived(number)
                     except BlockLostError as error:
                         lost.update(dict.fromkeys(error.blocks))
+                    if self.num_overdue:
+                        lost.update((source.block, None) for source in sources if source.tier is Tier.NVME)
+                        return [BlockId(block) for block in lost]
                     self._next_use = number + 1
+                    self._free.append(self._cell_of.pop(number))
         finally:
             self.drain()
         return [BlockId(block) for block in lost]
@@ -135,52 +202,59 @@ class SliceRing:
     def _advance(self, layer: int) -> None:
         num_layers = self._shape.num_layers
         allowed = {layer, *self._prefetch.layers_ahead(layer, num_layers)}
-        last = min(self._next_use + self.num_cells, num_layers * self._groups_per_layer)
+        last = min(self._next_use + self._num_cells_now, num_layers * self._groups_per_layer)
         while self._next_read < last and self._next_read // self._groups_per_layer in allowed:
             self._request(self._next_read)
             self._next_read += 1
 
     def _members(self, number: int) -> Sequence[Source]:
-        first = number % self._groups_per_layer * self.cell_slices
-        return self._sources[first : first + self.cell_slices]
+        first = number % self._groups_per_layer * self._group_slices
+        return self._sources[first : first + self._group_slices]
 
     def _request(self, number: int) -> None:
-        sources = self._members(number)
-        cell = number % self.num_cells
-        layer, first, used = number // self._groups_per_layer, cell * self.cell_slices, self._used.pop(cell, None)
-        share = -(-len(sources) // self._num_threads)
-        reads = self._reads[number] = []
-        for at in range(0, len(sources), share):
-            part = sources[at : at + share]
-            reads.append(self._pool.submit(self._guarded_read, self._generation, part, layer, first + at, used))
+        cell, layer = self._free.popleft(), number // self._groups_per_layer
+        used, cell.used = cell.used, None
+        self._cell_of[number] = cell
+        reads = self._reads[number] = {}
+        entries = list(enumerate(self._members(number), cell.first))
+        for tier in Tier:
+            own = [entry for entry in entries if entry[1].tier is tier]
+            workers, share = self._files if tier is Tier.NVME else self._memory, -(-len(own) // self._num_threads)
+            for at in range(0, len(own), max(1, share)):
+                read = _Read(self._generation, tier, layer, cell, own[at : at + share], used)
+                reads[workers.submit(self._guarded_read, read)] = read
 
-    def _guarded_read(self, generation: int, *arguments: Any) -> None:
+    def _guarded_read(self, read: _Read) -> None:
         # Counted by the reader itself, not by whoever holds its future: an exception may come between submitting a read
         # and noting its future, and a late read must never write into a buffer that another step uses.
-        with self._running:
-            if generation != self._generation:
+        with self._changed:
+            if read.generation != self._generation:
                 return
-            self._num_running += 1
+            self._running[read] = None
         try:
-            self._read(*arguments)
+            self._read(read)
         finally:
-            with self._running:
-                self._num_running -= 1
-                self._running.notify_all()
+            with self._changed:
+                del self._running[read]
+                if read.is_overdue and self._breaker is not None:
+                    self._breaker.ended(read)
+                self._changed.notify_all()
 
-    def _read(self, sources: Sequence[Source], layer: int, first: int, used: torch.cuda.Event | None) -> None:
-        if used is not None:
-            used.synchronize()
+    def _read(self, read: _Read) -> None:
+        if read.used is not None:
+            read.used.synchronize()
         lost: list[tuple[Source, StoreError]] = []
-        for entry, source in enumerate(sources, first):
+        for entry, source in read.entries:
+            if read.generation != self._generation:
+                return  # nobody waits for the rest of it
             try:
-                self._read_slice(source.tier, source.slot, layer, self._bytes[entry])
+                self._read_slice(source.tier, source.slot, read.layer, self._bytes[entry])
             except StoreError as error:
                 lost.append((source, error))
         if lost:
             source, cause = lost[0]
             raise BlockLostError(
-                f"block {source.index} (layer {layer}) cannot be read from {source.tier.label}: {cause}",
+                f"block {source.index} (layer {read.layer}) cannot be read from {source.tier.label}: {cause}",
                 tuple(each.block for each, _ in lost),
             ) from cause
 
@@ -190,7 +264,7 @@ class SliceRing:
         late = wait(reads, timeout=self._io_timeout_s).not_done
         self._metrics.stall_s += time.monotonic() - started_s
         if late:
-            raise TransferTimeoutError(f"reading slices took longer than io_timeout_s ({self._io_timeout_s:g} s)")
+            self._pass_deadline([reads[future] for future in late])
         del self._reads[number]
         failed = [failure for failure in (read.exception() for read in reads) if failure is not None]
         if failed:
@@ -203,10 +277,34 @@ class SliceRing:
             finally:
                 # Its traceback names this frame: what both hold, the caller's cache too, would wait for the collector.
                 del told, failed, reads
-        sources = self._members(number)
-        first = number % self.num_cells * self.cell_slices
+        sources, first = self._members(number), self._cell_of[number].first
         view = slice(first, first + len(sources))
         return Group(sources, self._keys[view], self._values[view])
+
+    def _pass_deadline(self, late: Sequence[_Read]) -> None:
+        """Raise what late reads are: losses, with all that hangs beside them, where the nvme tier is what is late."""
+        took = f"reading slices took longer than io_timeout_s ({self._io_timeout_s:g} s)"
+        late = [read for read in late if read.tier is Tier.NVME]
+        if not late:
+            raise TransferTimeoutError(took)
+        hung = self._give_up_reads()
+        source = late[0].entries[0][1]
+        raise BlockLostError(
+            f"block {source.index} (layer {late[0].layer}) cannot be read from nvme: {took}",
+            tuple(dict.fromkeys(source.block for read in (*late, *hung) for _, source in read.entries)),
+        )
+
+    def _give_up_reads(self) -> list[_Read]:
+        """Leave reads of the nvme tier that run to themselves, each with its cell. Returns them."""
+        with self._changed:
+            hung = [read for read in self._running if read.tier is Tier.NVME]
+            for read in hung:
+                read.is_overdue = True
+                if self._breaker is not None:
+                    self._breaker.overdue(read, f"a read took longer than io_timeout_s ({self._io_timeout_s:g} s)")
+        if self._breaker is not None:
+            self._breaker.look()
+        return hung
 
     def _mark(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
@@ -218,23 +316,34 @@ class SliceRing:
     def drain(self) -> None:
         """Drop reads that have not begun and wait for those that run: no buffer or slot is in use afterwards.
 
+        But for reads of the nvme tier that have passed their deadline, each with its cell: it is left to them.
+
         Raises:
-            TransferTimeoutError: a read still hangs; it is waited for again at the next call.
+            TransferTimeoutError: a read of the cpu tier hangs; it is waited for again at the next call.
         """
-        with self._running:
+        with self._changed:
             self._generation += 1  # what has not begun never will
-            if not self._running.wait_for(lambda: self._num_running == 0, timeout=self._io_timeout_s):
+            in_time = self._changed.wait_for(self._all_are_overdue, timeout=self._io_timeout_s)
+        if not in_time:
+            self._give_up_reads()
+            with self._changed:
+                num_others = sum(not read.is_overdue for read in self._running)
+            if num_others:
                 raise TransferTimeoutError(
-                    f"{self._num_running} reads hang for more than io_timeout_s ({self._io_timeout_s:g} s)"
+                    f"{num_others} reads hang for more than io_timeout_s ({self._io_timeout_s:g} s)"
                 )
         self._reads.clear()
+        self._cell_of.clear()
+
+    def _all_are_overdue(self) -> bool:
+        return all(read.is_overdue for read in self._running)
 
     def close(self) -> bool:
         """Stop the threads; whether all reads have ended. One that hangs is left to itself. Idempotent."""
-        try:
+        with suppress(TransferTimeoutError):
             self.drain()
-        except TransferTimeoutError:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            return False
-        self._pool.shutdown(wait=True)
-        return True
+        with self._changed:
+            have_ended = not self._running
+        for workers in (self._files, self._memory):
+            workers.close(wait=have_ended)
+        return have_ended

@@ -79,7 +79,7 @@ class Runtime:
         try:
             self._build()
         except BaseException:  # a Ctrl-C too: nothing stays allocated
-            self._close_stores()
+            self._close_stores(self.config.io_timeout_s)
             raise
 
     def _build(self) -> None:
@@ -129,6 +129,7 @@ class Runtime:
                 metrics=self.metrics,
                 num_threads=self._stream_threads(),
                 io_timeout_s=config.io_timeout_s,
+                breaker=self.placement.breakers.get(Tier.NVME),
             )
         budget = self.gpu_budget
         limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
@@ -199,14 +200,19 @@ class Runtime:
             if self.closed:
                 return
             self.closed = True
-            if not self.executor.close():
+            have_ended = self.executor.close()
+            if not have_ended:
                 logger.warning("reads still hang after io_timeout_s: the nvme folder is left as it is")
-                return
-            self._close_stores()
+            # What hangs was waited for already.
+            is_late = not have_ended or bool(self.placement.hung)
+            self._close_stores(0.0 if is_late else self.config.io_timeout_s, have_ended)
 
-    def _close_stores(self) -> None:
-        if self._engine is not None and not self._engine.close(self.config.io_timeout_s):
+    def _close_stores(self, timeout_s: float, have_ended: bool = True) -> None:
+        """Close the engine, and the stores unless something still reads or writes them: then they stay as they are."""
+        if self._engine is not None and not self._engine.close(timeout_s):
             logger.warning("transfers still hang after io_timeout_s: the nvme folder is left as it is")
+            have_ended = False
+        if not have_ended:
             return  # a store that is being read or written cannot be taken away
         for store in self.stores.values():
             store.close()

@@ -31,7 +31,7 @@ def stats(runtime: Runtime) -> dict[str, Any]:
             "steps_aborted": metrics.steps_aborted,
             "tokens": metrics.tokens,
             "moves_failed": metrics.moves_failed,
-            "moves_in_flight": len(runtime.placement.moves),
+            "moves_in_flight": len(runtime.placement.moves) + len(runtime.placement.hung),
             "nvme_sole_reads": metrics.nvme_sole_reads,
             "recomputed_blocks": metrics.recomputed_blocks,
             "untiered_bytes": runtime.untiered_bytes(),
@@ -63,7 +63,7 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
         "used_slots": pool.num_used,
         "hit_frac": runtime.metrics.hit_frac(tier),
         "slices_read": runtime.metrics.slices_read[tier],
-        "state": "resting" if breaker is not None and breaker.is_resting else "ok",
+        "state": "ok" if breaker is None else breaker.state,
         "failures": 0 if breaker is None else breaker.num_failed,
     }
     if isinstance(store, NvmeStore):

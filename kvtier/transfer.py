@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
@@ -13,10 +13,13 @@ from kvtier.errors import ClosedError, NoSpaceError
 from kvtier.stores.base import Store
 from kvtier.stores.slab import SlabStore
 from kvtier.types import Move, MoveResult, MoveStatus, Slot, Tier
+from kvtier.workers import Workers
 
 
 class TransferEngine:
     """Copies whole blocks between stores on threads; every started move is reported exactly once.
+
+    Moves to and from nvme have threads of their own: those that hang there must not stop the moves within memory.
 
     Threads suffice because the copies, `pwrite` and checksums release the GIL. With CUDA each copy runs on a CUDA
     stream of its own that waits for the kernels queued when the move was started (the producer of the data, and the
@@ -26,7 +29,10 @@ class TransferEngine:
     def __init__(self, stores: Mapping[Tier, Store], num_threads: int, device: torch.device) -> None:
         self._stores = dict(stores)
         self._device = device
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-move")
+        self._files = Workers(num_threads, "kvtier-move-nvme")
+        self._memory = Workers(num_threads, "kvtier-move")
+        self._queued: dict[int, tuple[Move, Future[None]]] = {}
+        """Moves that have not begun, as far as is known."""
         self._results: queue.SimpleQueue[MoveResult] = queue.SimpleQueue()
         self._in_flight = 0
         self._running: set[int] = set()
@@ -51,7 +57,12 @@ class TransferEngine:
         ready = self._mark()
         for move in moves:
             self._in_flight += 1
-            self._pool.submit(self._run, move, ready)
+            workers = self._files if Tier.NVME in (move.source, move.dest) else self._memory
+            begun = workers.submit(self._run, move, ready)
+            if workers is self._files:
+                self._queued[move.move_id] = move, begun
+        for move_id in [move_id for move_id, (_, begun) in self._queued.items() if begun.done()]:
+            del self._queued[move_id]
 
     def finished(self) -> list[MoveResult]:
         """Results since the last call, without waiting."""
@@ -74,6 +85,13 @@ class TransferEngine:
         self._in_flight -= 1
         return [first, *self.finished()]
 
+    def withdraw(self, move_ids: Sequence[int]) -> list[MoveResult]:
+        """Take back those of these moves that have not begun; their results, all WITHDRAWN. Without waiting."""
+        queued = [self._queued.pop(move_id) for move_id in move_ids if move_id in self._queued]
+        results = [MoveResult(move, MoveStatus.WITHDRAWN) for move, begun in queued if begun.cancel()]
+        self._in_flight -= len(results)
+        return results
+
     def in_flight(self) -> int:
         """Started moves whose result has not been handed out."""
         return self._in_flight
@@ -81,13 +99,16 @@ class TransferEngine:
     def close(self, timeout_s: float) -> bool:
         """Stop taking moves and drop those not begun; whether those that run ended within `timeout_s`. Idempotent."""
         self._closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        pools = (self._files, self._memory)
+        for workers in pools:
+            workers.close(wait=False)
         deadline_s = time.monotonic() + timeout_s
         while self._running and time.monotonic() < deadline_s:
             time.sleep(0.001)
         if self._running:
             return False
-        self._pool.shutdown(wait=True)  # idle threads end at once; nobody should find one after close
+        for workers in pools:
+            workers.close(wait=True)  # idle threads end at once; nobody should find one after close
         return True
 
     # -- threads ----------------------------------------------------------------------------------------------------

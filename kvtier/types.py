@@ -182,6 +182,8 @@ class MoveStatus(enum.Enum):
     """The source could not be read or the destination not written; the destination holds nothing."""
     NO_SPACE = "no_space"
     """The destination tier has less room than its pool believed (a full disk)."""
+    WITHDRAWN = "withdrawn"
+    """It never began: it was taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +216,15 @@ class Engine(Protocol):
         """Wait until at least one result has arrived or `timeout_s` has passed; empty on time-out."""
         ...
 
+    def withdraw(self, move_ids: Sequence[int]) -> list[MoveResult]:
+        """Take back those of these moves that have not begun; their results, all WITHDRAWN. Without waiting.
+
+        It is their report. The others go on, and are reported as ever.
+        """
+        ...
+
     def in_flight(self) -> int:
-        """How many started moves have not been handed out by `finished` or `wait`."""
+        """How many started moves have not been handed out by `finished`, `wait` or `withdraw`."""
         ...
 
 

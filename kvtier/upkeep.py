@@ -30,8 +30,9 @@ class Upkeep:
         """One round. O(moves finished + blocks of running sequences)."""
         placement = self._placement
         placement.commit_arrived()
-        for growth in placement.regrowth.values():
-            growth.look()
+        for tier, growth in placement.regrowth.items():
+            if placement.is_readable(tier):  # asking a disk that hangs would hang too
+                growth.look()
         for tier in (Tier.GPU, Tier.CPU):
             if tier in placement.pools and placement.lower(tier) is not None:
                 self._demote_to_low(tier)
@@ -98,5 +99,7 @@ class Upkeep:
             for block in table.blocks:
                 record = placement.residency[block]
                 fastest = record.fastest
-                if fastest is not None and fastest > tier and record.move is None and block not in placement.unreadable:
+                if fastest is None or fastest <= tier or record.move is not None or not placement.is_readable(fastest):
+                    continue
+                if block not in placement.unreadable:
                     yield block

@@ -99,6 +99,9 @@ class HandEngine(Engine):
         self.flying.remove(move)
         return [MoveResult(move, self.status(move), "by hand")]
 
+    def withdraw(self, move_ids: Sequence[int]) -> list[MoveResult]:
+        return []
+
     def in_flight(self) -> int:
         return len(self.flying)
 
@@ -206,9 +209,10 @@ class House:
             assert self.read_alone(table) == table.token_ids()
 
     def drain(self) -> None:
-        """Wait for every move."""
-        while self.placement.moves:
+        """Wait for every move, those that hung too."""
+        while self.placement.moves or self.placement.hung:
             self.placement.wait()
+        self.placement.commit_arrived()
 
     def used(self) -> dict[str, int]:
         """Slots in use, by tier."""

@@ -76,6 +76,17 @@ class FakeEngine(Engine):
             results = self._tick()
         return results
 
+    def withdraw(self, move_ids: Sequence[int]) -> list[MoveResult]:
+        """Moves whose source has not been read yet may not have begun: some of them are taken back."""
+        wanted = set(move_ids)
+        back = [
+            flight
+            for flight in self._flights
+            if flight.move.move_id in wanted and not flight.was_read and self._random.random() < 0.5
+        ]
+        self._flights = [flight for flight in self._flights if flight not in back]
+        return [MoveResult(flight.move, MoveStatus.WITHDRAWN) for flight in back]
+
     def in_flight(self) -> int:
         return len(self._flights)
 

@@ -50,6 +50,9 @@ class TensorEngine(Engine):
     def wait(self, timeout_s: float) -> list[MoveResult]:
         return self.finished()
 
+    def withdraw(self, move_ids: Sequence[int]) -> list[MoveResult]:
+        return []
+
     def in_flight(self) -> int:
         return len(self.ended)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.batch import Batch
-from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError
+from kvtier.errors import BlockLostError, CapacityError, IntegrityError
 from kvtier.residency import BlockState
 from kvtier.step import NewColumns, Run
 from kvtier.types import BlockId, MovePurpose, Tier
@@ -548,7 +548,7 @@ def test_a_step_that_fails_in_a_later_row_leaves_no_pin_and_no_slot(cause: str) 
 
             house.placement.start = fail_the_third  # type: ignore[method-assign,assignment]
     before = state_of(house, batch)
-    error = {"capacity": CapacityError, "lost": BlockLostError, "timeout": TransferTimeoutError}[cause]
+    error = CapacityError if cause == "capacity" else BlockLostError
     with pytest.raises(error):
         house.manager.begin_step(batch, new)
     after = state_of(house, batch)
@@ -557,7 +557,7 @@ def test_a_step_that_fails_in_a_later_row_leaves_no_pin_and_no_slot(cause: str) 
     house.manager.check_integrity()
     house.engine.hanging = False
     house.drain()
-    assert house.used()["gpu"] == {"capacity": 5, "lost": 2, "timeout": 1}[cause]
+    assert house.used()["gpu"] == {"capacity": 5, "lost": 2, "timeout": 0}[cause]
     house.check()
     if cause != "capacity":
         house.engine.fail_frac = 0.0

@@ -6,10 +6,13 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from kvtier.breaker import Breaker
 from kvtier.errors import BlockLostError, IntegrityError, ShortReadError, TransferTimeoutError
 from kvtier.metrics import Metrics
 from kvtier.plan import Source
@@ -29,15 +32,23 @@ class FakeReader:
         self.fails_at: tuple[int, int] | None = None
         self.hangs = threading.Event()
         self.hangs.set()
+        self.memory_is_well = threading.Event()
+        self.memory_is_well.set()
         self.reads: list[tuple[int, int]] = []
         self.running = 0
+
+    @contextmanager
+    def memory_hangs(self) -> Iterator[None]:
+        self.memory_is_well.clear()
+        yield
+        self.memory_is_well.set()
 
     def __call__(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
         self.running += 1
         try:
             out.view(torch.float32).fill_(float("nan"))
             time.sleep(self.random.random() * self.max_delay_s)
-            self.hangs.wait(5)
+            (self.hangs if tier is Tier.NVME else self.memory_is_well).wait(5)
             self.reads.append((layer, slot))
             if self.fails_at == (layer, slot):
                 raise ShortReadError("short")
@@ -46,10 +57,16 @@ class FakeReader:
             self.running -= 1
 
 
-def _ring(reader: FakeReader, num_slices: int, prefetch: PrefetchPolicy, timeout_s: float = 5.0) -> SliceRing:
+def _ring(
+    reader: FakeReader,
+    num_slices: int,
+    prefetch: PrefetchPolicy,
+    timeout_s: float = 5.0,
+    breaker: Breaker | None = None,
+) -> SliceRing:
     return SliceRing(
         SHAPE, num_slices, torch.float32, torch.device("cpu"), read_slice=reader, prefetch=prefetch,
-        metrics=Metrics(), num_threads=3, io_timeout_s=timeout_s,
+        metrics=Metrics(), num_threads=3, io_timeout_s=timeout_s, breaker=breaker,
     )  # fmt: skip
 
 
@@ -133,22 +150,116 @@ def test_layers_out_of_order_are_an_error_not_another_layers_bytes() -> None:
     ring.close()
 
 
-def test_a_read_that_hangs_is_an_error_and_is_waited_for_before_its_buffer_is_used_again() -> None:
+def _in_memory(num: int) -> list[Source]:
+    return [Source(BlockId(150 + i), i, Tier.CPU, Slot(1 + 3 * i)) for i in range(num)]
+
+
+def _stream(ring: SliceRing, sources: list[Source]) -> None:
+    """A whole step, each slice of it compared."""
+    ring.begin(sources)
+    for layer in range(SHAPE.num_layers):
+        seen: list[Source] = []
+        for group in ring.groups(layer):
+            for row, source in enumerate(group.sources):
+                for part in (group.keys[row], group.values[row]):
+                    assert bool((part == float(source.slot * 100 + layer)).all())
+            seen.extend(group.sources)
+        assert seen == sources
+    ring.drain()
+
+
+def _wait_until_over(ring: SliceRing) -> None:
+    while ring.num_overdue:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_slices", [3, 4, 9, 40])
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_reads_that_hang_are_losses_and_slices_of_the_cpu_tier_still_stream(num_slices: int, depth: int) -> None:
+    reader, breaker = FakeReader(seed=4, max_delay_s=0), Breaker("nvme")
+    ring = _ring(reader, num_slices, NextLayers(depth=depth), timeout_s=0.05, breaker=breaker)
+    on_disk, in_memory = _sources(6), _in_memory(5)
+    mixed = [source for pair in zip(on_disk, in_memory, strict=False) for source in pair]
+    reader.hangs.clear()
+    ring.begin(mixed)
+    with pytest.raises(
+        BlockLostError, match=r"cannot be read from nvme: .*longer than io_timeout_s \(0.05 s\)"
+    ) as lost:
+        for _ in ring.groups(0):
+            pass
+    assert set(lost.value.blocks) <= {source.block for source in on_disk}
+    ring.drain()  # without a wait: what hangs was waited for
+    assert ring.num_overdue > 0 and breaker.is_hanging
+    for _ in range(2):
+        _stream(ring, in_memory)
+    reader.hangs.set()
+    _wait_until_over(ring)
+    breaker.look()
+    assert not breaker.is_hanging
+    _stream(ring, mixed)
+    assert ring.close()
+
+
+def test_a_read_that_hangs_has_its_buffer_until_it_ends() -> None:
+    """Its late bytes must come into none that another step reads."""
+    reader = FakeReader(seed=6, max_delay_s=0)
+    ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.05)
+    reader.hangs.clear()
+    ring.begin(_sources(2))  # one cell of four
+    with pytest.raises(BlockLostError):
+        next(ring.groups(0))
+    late = {entry for read in ring._running for entry, _ in read.entries}
+    assert late
+    before = ring._bytes[list(late)].clone()
+    for _ in range(3):
+        _stream(ring, _in_memory(7))
+    assert torch.equal(ring._bytes[list(late)], before)
+    reader.hangs.set()
+    _wait_until_over(ring)
+    assert ring.close()
+
+
+def test_all_blocks_of_a_tier_that_hangs_are_unreadable_for_one_deadline() -> None:
+    reader = FakeReader(seed=7, max_delay_s=0)
+    ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.05)
+    deadlines, pass_deadline = [], ring._pass_deadline
+    ring._pass_deadline = lambda late: deadlines.append(late) or pass_deadline(late)  # type: ignore[func-returns-value,method-assign]
+    reader.hangs.clear()
+    assert set(ring.unreadable(_sources(6) + _in_memory(2))) == {source.block for source in _sources(6)}
+    assert len(deadlines) == 1  # not one for each group or layer
+    reader.hangs.set()
+    _wait_until_over(ring)
+    assert ring.unreadable(_sources(6) + _in_memory(2)) == []
+    assert ring.close()
+
+
+def test_a_ring_without_a_buffer_left_says_so() -> None:
     reader = FakeReader(seed=4, max_delay_s=0)
-    ring = _ring(reader, 4, NextLayers(depth=1), timeout_s=0.05)
+    ring = _ring(reader, 2, NextLayers(depth=1), timeout_s=0.05)
     reader.hangs.clear()
     ring.begin(_sources(2))
-    with pytest.raises(TransferTimeoutError):
+    with pytest.raises(BlockLostError):
         next(ring.groups(0))
-    with pytest.raises(TransferTimeoutError):
-        ring.begin(_sources(2))
+    with pytest.raises(TransferTimeoutError, match="no buffer is left to stream through"):
+        ring.begin(_in_memory(2))
+    assert not ring.close()
     reader.hangs.set()
-    time.sleep(0.05)
-    ring.begin(_sources(2))
-    for group in ring.groups(0):
-        assert not group.keys.isnan().any()
-    ring.drain()
-    ring.close()
+    _wait_until_over(ring)
+    assert ring.close()
+
+
+def test_a_cpu_tier_that_hangs_is_an_error() -> None:
+    reader, breaker = FakeReader(seed=4, max_delay_s=0), Breaker("nvme")
+    ring = _ring(reader, 4, NextLayers(depth=1), timeout_s=0.05, breaker=breaker)
+    with reader.memory_hangs():
+        ring.begin(_in_memory(2))
+        with pytest.raises(TransferTimeoutError):
+            next(ring.groups(0))
+        with pytest.raises(TransferTimeoutError):
+            ring.begin(_in_memory(2))
+        assert not breaker.is_hanging
+    _stream(ring, _in_memory(2))
+    assert ring.close()
 
 
 @pytest.mark.parametrize("num_sources", [8, 20, 40])  # part of a cell, one cell, two cells a layer
