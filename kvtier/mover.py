@@ -212,12 +212,16 @@ class Mover:
         they hang, and their blocks are where they were.
 
         Raises:
-            TransferTimeoutError: nothing ended, and no move is of the nvme tier. The moves keep their slots.
+            TransferTimeoutError: nothing ended in twice that time, and no move is of the nvme tier. The moves keep
+                their slots.
         """
         if not self.is_readable(Tier.NVME) and self._pass_deadline():
             return
         started_s = time.monotonic()
         results = self.engine.wait(self.io_timeout_s)
+        has_nvme = any(_is_of_nvme(move) for move in self.moves.values())
+        if not results and not has_nvme:  # memory does not hang: it is busy, or the process was stopped meanwhile
+            results = self.engine.wait(self.io_timeout_s)
         self.metrics.stall_s += time.monotonic() - started_s
         for result in results:
             self._commit(result)

@@ -158,7 +158,7 @@ class SliceRing:
 
         Raises:
             BlockLostError: a slice could not be read, or not within `io_timeout_s`.
-            TransferTimeoutError: a read of the cpu tier took longer than that.
+            TransferTimeoutError: a read of the cpu tier took longer than twice that.
         """
         if self._next_use != layer * self._groups_per_layer:
             raise IntegrityError(f"layer {layer} asks for its slices out of order")
@@ -262,6 +262,9 @@ class SliceRing:
         started_s = time.monotonic()
         reads = self._reads[number]
         late = wait(reads, timeout=self._io_timeout_s).not_done
+        if late and all(reads[future].tier is not Tier.NVME for future in late):
+            # Memory does not hang: the machine is busy, or the process was stopped meanwhile.
+            late = wait(reads, timeout=self._io_timeout_s).not_done
         self._metrics.stall_s += time.monotonic() - started_s
         if late:
             self._pass_deadline([reads[future] for future in late])

@@ -11,6 +11,7 @@ from kvtier.labels import Labels
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics, SequenceMetrics
 from kvtier.placement import Placement, Watermark
+from kvtier.plan import StepPlan
 from kvtier.policies.fifo import FIFO
 from kvtier.policies.lru import LRU
 from kvtier.policies.mru import MRU
@@ -110,15 +111,34 @@ BROKEN_POLICIES: dict[str, type[EvictionPolicy]] = {"nothing": NamesNothing, "wr
 
 
 class HangingEngine(FakeEngine):
-    """A FakeEngine whose device can hang: while `hanging`, no move ends and every wait times out."""
+    """A FakeEngine whose devices can hang: while one does, no move of its ends; a wait for nothing else times out."""
 
     hanging = False
+    """Everything."""
+    nvme_hangs = False
+
+    def _tick(self) -> list[MoveResult]:
+        if not self.nvme_hangs:
+            return super()._tick()
+        stuck = [flight for flight in self._flights if Tier.NVME in (flight.move.source, flight.move.dest)]
+        self._flights = [flight for flight in self._flights if flight not in stuck]
+        ended = super()._tick()
+        self._flights += stuck
+        return ended
 
     def finished(self) -> list[MoveResult]:
         return [] if self.hanging else super().finished()
 
     def wait(self, timeout_s: float) -> list[MoveResult]:
-        return [] if self.hanging else super().wait(timeout_s)
+        results: list[MoveResult] = []
+        for _ in range(0 if self.hanging else self.max_delay + 1):
+            results = results or self._tick()
+        return results
+
+    def uses(self, tier: Tier, slot: Slot) -> bool:
+        """Whether a move that is in flight reads or writes the slot."""
+        moves = [flight.move for flight in self._flights]
+        return any((tier, slot) in ((m.source, m.source_slot), (m.dest, m.dest_slot)) for m in moves)
 
 
 @dataclass
@@ -143,6 +163,7 @@ class House:
     def write(self, write: Write, cells: Sequence[int]) -> None:
         """Put a row's new tokens in its gpu slot, as the attention layers do: in place, before the commit."""
         at = (Tier.GPU, write.slot)
+        assert not self.engine.uses(*at), "a step writes to a slot that a move still reads or writes"
         held = list(self.cells(*at))
         held[write.start : write.start + write.count] = cells[write.offset : write.offset + write.count]
         self.engine.bytes_by_slot[at] = tuple(held)
@@ -167,7 +188,7 @@ class House:
 
     def read_rows(self, batch: Batch) -> list[list[int]]:
         """Every committed token, by row: full blocks where the plan says, the tail in its fastest tier."""
-        plan = self.manager.plan(batch)
+        plan = StepPlan.build(batch, self.placement.residency)  # whether or not a tier can be read now
         assert len({source.block for source in plan.streamed}) == len(plan.streamed)
         read: list[list[int]] = []
         for number, (table, row) in enumerate(zip(batch.tables, plan.rows, strict=True)):

@@ -274,7 +274,7 @@ class ManagerMachine(RuleBasedStateMachine):
             note(f"begin_step: {error!r}")
             self.check_pins()
             if isinstance(error, BlockLostError):
-                assert self.placement.metrics.moves_failed > num_failed
+                assert self.placement.metrics.moves_failed > num_failed or not self.placement.is_readable(Tier.NVME)
             if isinstance(error, TransferTimeoutError):
                 assert self.engine.hanging
             if isinstance(error, CapacityError) and self.placement.metrics.moves_failed == num_failed:
@@ -320,13 +320,25 @@ class ManagerMachine(RuleBasedStateMachine):
         for row, table, num_new in zip(batch.rows, batch.batch.tables, counts, strict=True):
             if row.tail_tokens and not (num_new and self.copies_tail(row)):
                 pinned.add(table.blocks[-1])
-        movable = [b for b in residency.blocks() if Tier.GPU in residency[b].copies and b not in pinned]
+        movable = {block for block in self.free_to_go(Tier.GPU) if block not in pinned}
         if not movable:
             return
-        assert not any(residency[block].is_clean(Tier.GPU) for block in movable)
+        readable = [tier for tier in lower if self.placement.is_readable(tier)]
+        for block in movable:
+            assert not any(tier in residency[block].copies for tier in readable)
+            assert block in self.placement.running_blocks or not residency[block].is_clean(Tier.GPU)
         for tier in lower:
             assert self.placement.pools[tier].num_free == 0 or not self.placement.takes(tier)
-            assert not set(residency.redundant[tier]) - pinned
+            assert not self.placement.takes(tier) or not set(residency.redundant[tier]) & self.free_to_go(tier) - pinned
+
+    def free_to_go(self, tier: Tier) -> set[BlockId]:
+        """Blocks of a tier that no move uses which hangs."""
+        records = {block: self.placement.residency[block] for block in self.placement.residency.blocks()}
+        return {
+            block
+            for block, record in records.items()
+            if tier in record.copies and not self.placement.is_held(tier, record.copies[tier])
+        }
 
     def step(self, batch: ModelBatch, num_new: int, fill: Fill = PLAIN) -> bool:
         new = self.new_columns(batch, num_new, fill)
@@ -571,13 +583,15 @@ class ManagerMachine(RuleBasedStateMachine):
             self.engine.nvme_available_slots += num_slots
 
     @rule(
-        misfortune=st.sampled_from(["none", "none", "some fail", "all fail", "hang", "disk full", "bytes short"]),
+        misfortune=st.sampled_from(
+            ["none", "none", "some fail", "all fail", "hang", "nvme hangs", "disk full", "bytes short"]
+        ),
         num_slots=counts,
     )
     def misfortune(self, misfortune: str, num_slots: int) -> None:
         self.engine.retire_frac = 0.3 if misfortune == "bytes short" else 0.0
         self.engine.fail_frac = {"some fail": 0.2, "all fail": 1.0}.get(misfortune, 0.0)
-        self.engine.hanging = misfortune == "hang"
+        self.engine.hanging, self.engine.nvme_hangs = misfortune == "hang", misfortune == "nvme hangs"
         if misfortune == "disk full" and Tier.NVME in self.placement.pools:
             num_slots = self.placement.pools[Tier.NVME].num_used + num_slots % 3
             self.engine.nvme_available_slots = min(self.engine.nvme_available_slots, num_slots)
@@ -631,7 +645,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not self.started:
             return
-        self.engine.hanging = False
+        self.engine.hanging = self.engine.nvme_hangs = False
         self.unpin_all()
         while self.batches:
             self.drop(0, by_finalizer=len(self.batches) % 2 == 0)
