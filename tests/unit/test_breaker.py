@@ -179,3 +179,36 @@ def test_a_disk_that_promises_what_it_does_not_have_is_asked_less_and_less(clock
     clock.now_s += 5
     growth.look()
     assert pool.ceiling == 8
+
+
+def test_it_hangs_from_the_first_call_that_is_overdue_until_the_last_has_ended(
+    breaker: Breaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "kvtier"):
+        breaker.look()
+        breaker.overdue("read", "a read takes long")
+        assert breaker.allows  # nothing changes under a plan
+        breaker.look()
+        assert not breaker.allows and breaker.state == "hanging" and breaker.overdue_error == "a read takes long"
+        breaker.overdue(17, "so does a write")
+        breaker.ended("read")
+        breaker.look()
+        assert breaker.is_hanging
+        breaker.ended(17)
+        breaker.ended(18)
+        assert breaker.is_hanging
+        breaker.look()
+        breaker.look()
+    assert breaker.allows and breaker.state == "ok"
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "the nvme tier hangs: a read takes long" in caplog.text
+
+
+def test_a_tier_that_rested_when_it_hung_rests_on(breaker: Breaker) -> None:
+    fail(breaker, 1, 2, 3)
+    breaker.overdue(4, "slow")
+    breaker.look()
+    assert breaker.state == "hanging"
+    breaker.ended(4)
+    breaker.look()
+    assert breaker.state == "resting" and not breaker.allows

@@ -1,0 +1,125 @@
+"""Threads of our own, and the transfer engine that runs moves on them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from kvtier.errors import ClosedError
+from kvtier.stores.base import Store
+from kvtier.stores.cpu import CpuStore
+from kvtier.stores.null import NullStore
+from kvtier.transfer import TransferEngine
+from kvtier.types import BlockId, BlockShape, Move, MovePurpose, MoveStatus, Slot, SlotLabel, Tier
+from kvtier.workers import Workers
+
+SHAPE = BlockShape(num_layers=2, kv_heads=1, block_tokens=4, key_dim=4, value_dim=4, element_bytes=4)
+
+
+def test_calls_run_in_order_on_no_more_threads_than_said() -> None:
+    workers, gate, order = Workers(2, "test"), threading.Event(), list[int]()
+    before = threading.active_count()
+    blockers = [workers.submit(gate.wait, 10) for _ in range(2)]
+    calls = [workers.submit(order.append, number) for number in range(20)]
+    assert threading.active_count() == before + 2 and not order
+    gate.set()
+    for call in (*blockers, *calls):
+        call.result(timeout=10)
+    assert sorted(order) == list(range(20))
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("test-"))
+    workers.close(wait=True)
+    assert threading.active_count() == before
+    workers.close(wait=True)
+
+
+def test_an_idle_thread_is_used_before_a_new_one_is_started() -> None:
+    workers = Workers(8, "test")
+    before = threading.active_count()
+    for _ in range(5):
+        workers.submit(int).result(timeout=10)
+        while not workers._idle._value:
+            time.sleep(0.001)
+    assert threading.active_count() == before + 1
+    workers.close(wait=True)
+
+
+def test_an_error_is_the_callers_and_is_freed_without_the_collector() -> None:
+    class Held:
+        pass
+
+    def fail(held: Held) -> None:
+        raise ValueError("as asked")
+
+    workers, held = Workers(1, "test"), Held()
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        future = workers.submit(fail, held)
+        with pytest.raises(ValueError, match="as asked"):
+            future.result(timeout=10)
+        workers.submit(int).result(timeout=10)
+        del future, held
+        assert gone() is None
+    finally:
+        gc.enable()
+    workers.close(wait=True)
+
+
+def test_close_cancels_what_has_not_begun_and_waits_only_if_asked_to() -> None:
+    workers, gate = Workers(1, "test"), threading.Event()
+    running = workers.submit(gate.wait, 10)
+    while not running.running():
+        time.sleep(0.001)
+    queued = workers.submit(int)
+    workers.close(wait=False)
+    assert queued.cancelled() and not running.done()
+    gate.set()
+    workers.close(wait=True)
+    assert running.result() is True
+
+
+class GatedStore(NullStore):
+    """Writes wait at a gate."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(SHAPE, num_slots, Tier.NVME)
+        self.gate, self.num_begun = threading.Event(), 0
+
+    def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
+        self.num_begun += 1
+        self.gate.wait(10)
+        super().write(slot, block, label)
+
+
+def _move(move_id: int, source: Tier, dest: Tier) -> Move:
+    return Move(move_id, BlockId(move_id), MovePurpose.DEMOTE, source, Slot(move_id), dest, Slot(move_id))
+
+
+def test_moves_that_have_not_begun_can_be_taken_back_and_memory_goes_on() -> None:
+    nvme = GatedStore(8)
+    stores: dict[Tier, Store] = {
+        Tier.GPU: CpuStore(SHAPE, 8, pin=False), Tier.CPU: CpuStore(SHAPE, 8, pin=False), Tier.NVME: nvme
+    }  # fmt: skip
+    engine = TransferEngine(stores, 2, torch.device("cpu"))
+    engine.start([_move(number, Tier.GPU, Tier.NVME) for number in range(5)])
+    while nvme.num_begun < 2:
+        time.sleep(0.001)
+    engine.start([_move(7, Tier.GPU, Tier.CPU)])
+    (done,) = engine.wait(10)
+    assert (done.move.move_id, done.status) == (7, MoveStatus.DONE)  # though all threads for nvme wait
+    back = engine.withdraw([0, 1, 2, 3, 7])
+    assert {result.move.move_id for result in back} == {2, 3}
+    assert {result.status for result in back} == {MoveStatus.WITHDRAWN}
+    assert engine.in_flight() == 3
+    assert engine.withdraw([0, 1, 2, 3]) == []
+    nvme.gate.set()
+    ended = [result for _ in range(3) for result in engine.wait(10)]
+    assert {result.move.move_id for result in ended} == {0, 1, 4} and engine.in_flight() == 0
+    assert engine.close(10)
+    with pytest.raises(ClosedError):
+        engine.start([_move(6, Tier.GPU, Tier.CPU)])
