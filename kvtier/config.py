@@ -90,18 +90,21 @@ class KVTierConfig(Strict):
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), title="a mapping such as {policy: next_layers}")
     """What is read early from slower tiers while a layer computes."""
     on_block_loss: Literal["recompute", "raise"] = Field(default="recompute", title="recompute or raise")
-    """What happens when a block cannot be read from its tier: a wrong checksum, an I/O error, a short read. `recompute`
-    computes it again from its tokens and repeats the step, with one warning and a count in `recomputed_blocks` of
-    `stats()`; `raise` raises `BlockLostError`, for whoever would rather look at the disk first. No token is made from
-    such a block either way."""
+    """What happens when a block cannot be read from its tier: a wrong checksum, an I/O error, a short read, a disk that
+    does not answer within `io_timeout_s`. `recompute` computes it again from its tokens and repeats the step, with one
+    warning and a count in `recomputed_blocks` of `stats()`; `raise` raises `BlockLostError`, for whoever would rather
+    look at the disk first. No token is made from such a block either way."""
     io_threads: int = Field(default=4, ge=1, le=64, title="a number of threads from 1 to 64")
-    """Threads that move whole blocks, and as many more that stream slices to attention (with direct I/O up to 32, as
-    far as the ring has room). Raise it for disks that are fast only with many requests at a time."""
+    """Threads that move whole blocks to and from nvme, and as many more that stream slices from there (with direct I/O
+    up to 32, as far as the ring has room); as many again for copies within memory. Raise it for disks that are fast
+    only with many requests at a time."""
     io_timeout_s: float = Field(
         default=60.0, gt=0, le=86400, allow_inf_nan=False, title="seconds, more than 0 and at most 86400"
     )
-    """Seconds that a step waits for a transfer to end before it raises `TransferTimeoutError`, and that `close()`
-    waits for those that hang. Raise it for slow or shared disks."""
+    """Seconds that a step waits for reads and writes of the nvme tier. From then on the tier counts as hanging, until
+    what is late has ended: it is not used, blocks that lie only there are recomputed (see `on_block_loss`), and
+    generation goes on with the other tiers. Also how long `close()` waits for transfers. Raise it for slow or shared
+    disks: a pause that is shorter costs no recomputation."""
 
     def __init__(self, **values: Any) -> None:
         check_shape(values)

@@ -16,7 +16,7 @@
     |   |-- ChecksumError      bytes read back differ from bytes written
     |   |-- ShortReadError     fewer bytes came back than were asked for
     |   `-- NoSpaceError       the tier's medium is full; carries `available_slots`
-    |-- TransferTimeoutError   a transfer passed its deadline                       (also a TimeoutError)
+    |-- TransferTimeoutError   a copy within memory passed its deadline             (also a TimeoutError)
     `-- IntegrityError         an internal invariant does not hold: a bug in kvtier
 
 Each message names the thing, the value and the mend.
@@ -104,7 +104,11 @@ class NoSpaceError(StoreError):
 
 
 class TransferTimeoutError(KVTierError, TimeoutError):
-    """A transfer passed its deadline. Its destination is unusable until it ends."""
+    """A transfer passed its deadline, and there is no way around it: a copy within memory, or a ring that is all taken.
+
+    Reads and writes of the nvme tier that are late are losses or are left out instead. What the transfer uses stays its
+    own until it ends.
+    """
 
 
 class IntegrityError(KVTierError):

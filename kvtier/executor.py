@@ -107,7 +107,7 @@ class StepExecutor:
         """Read the batch's full blocks outside of the gpu tier; those that cannot be read. Costs a step's reads.
 
         Raises:
-            TransferTimeoutError: the device hangs. BlockLostError: a block has no copy.
+            TransferTimeoutError: as `SliceRing.unreadable`. BlockLostError: as `TierManager.plan`.
         """
         streamed = self.manager.plan(batch).streamed
         return [] if self.ring is None or not streamed else self.ring.unreadable(streamed)

@@ -227,8 +227,8 @@ class Mover:
             self._commit(result)
         if not results and not self._pass_deadline():
             raise TransferTimeoutError(
-                f"no transfer ended within {self.io_timeout_s:g} s ({len(self.moves)} in flight): the disk hangs "
-                "or is overloaded; raise io_timeout_s or check it"
+                f"no transfer within memory ended in {2 * self.io_timeout_s:g} s ({len(self.moves)} in flight): the "
+                "machine is overloaded or swaps; raise io_timeout_s, or lower the budgets"
             )
 
     def settle(self, block: BlockId) -> None:

@@ -224,7 +224,7 @@ def test_moves_within_memory_that_do_not_end_are_still_an_error() -> None:
     house.filled(8)
     house.engine.hanging = True
     house.placement.give_up(Tier.GPU, 2)
-    with pytest.raises(TransferTimeoutError, match="no transfer ended"):
+    with pytest.raises(TransferTimeoutError, match="no transfer within memory ended"):
         house.placement.wait()
     assert len(house.placement.moves) == 2
     house.manager.check_integrity()

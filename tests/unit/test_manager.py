@@ -437,7 +437,7 @@ def test_a_device_that_hangs_is_an_error_and_gives_its_slots_back_later() -> Non
     house = build(gpu=2, cpu=2)
     batch, other = house.filled(4), house.filled(4, 100)
     house.engine.hanging = True
-    with pytest.raises(TransferTimeoutError, match="no transfer ended within"):
+    with pytest.raises(TransferTimeoutError, match="no transfer within memory ended"):
         house.append(other, [1])
     assert house.placement.moves
     house.manager.check_integrity()
