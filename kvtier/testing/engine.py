@@ -82,7 +82,7 @@ class FakeEngine(Engine):
         back = [
             flight
             for flight in self._flights
-            if flight.move.move_id in wanted and not flight.was_read and self._random.random() < 0.5
+            if flight.move.move_id in wanted and not flight.was_read and self._random.random() < 0.3
         ]
         self._flights = [flight for flight in self._flights if flight not in back]
         return [MoveResult(flight.move, MoveStatus.WITHDRAWN) for flight in back]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -18,7 +19,7 @@ from kvtier.batch import Batch
 from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError
 from kvtier.residency import BlockState
 from kvtier.step import NewColumns, RowStep, Step
-from kvtier.types import BlockId, Tier
+from kvtier.types import BlockId, MovePurpose, Tier
 from tests.small_tiers import BROKEN_POLICIES, POLICIES, Everything, House, build, columns
 
 BLOCK_TOKENS = 4
@@ -584,7 +585,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(
         misfortune=st.sampled_from(
-            ["none", "none", "some fail", "all fail", "hang", "nvme hangs", "disk full", "bytes short"]
+            ["none", "none", "some fail", "all fail", "hang", "disk full", "bytes short", *["nvme hangs"] * 2]
         ),
         num_slots=counts,
     )
@@ -595,6 +596,31 @@ class ManagerMachine(RuleBasedStateMachine):
         if misfortune == "disk full" and Tier.NVME in self.placement.pools:
             num_slots = self.placement.pools[Tier.NVME].num_used + num_slots % 3
             self.engine.nvme_available_slots = min(self.engine.nvme_available_slots, num_slots)
+
+    @precondition(lambda self: self.batches and Tier.NVME in self.placement.pools)
+    @rule(index=indexes, up=st.booleans(), waits=st.booleans())
+    def moves_hang(self, index: int, up: bool, waits: bool) -> None:
+        """A block is on its way to or from nvme when the tier hangs: until the next misfortune."""
+        if self.engine.hanging or not self.placement.takes(Tier.NVME):
+            return
+        residency, pools = self.placement.residency, self.placement.pools
+        source, dest = (Tier.NVME, Tier.GPU) if up else (min(Tier.CPU, self.placement.lower(Tier.GPU)), Tier.NVME)
+        source = source if up or index % 2 else Tier.GPU
+        free = [
+            block
+            for block in self.free_to_go(source)
+            if residency[block].move is None and dest not in residency[block].copies and residency[block].holders
+            and not residency[block].pins[source]
+        ]  # fmt: skip
+        slot = pools[dest].take() if free else None
+        if slot is None:
+            return
+        purpose = MovePurpose.PROMOTE if up else MovePurpose.DEMOTE
+        self.placement.start(free[index % len(free)], purpose, source, dest, slot)
+        self.engine.nvme_hangs = True
+        if waits:
+            with contextlib.suppress(TransferTimeoutError):
+                self.placement.wait()
 
     # -- what must hold ---------------------------------------------------------------------------------------------
 
