@@ -26,7 +26,8 @@ class OpenFile:
     def __init__(self, fd: int, path: Path) -> None:
         self.fd = fd
         self.path = path
-        weakref.finalize(self, os.close, fd)
+        # Not at the interpreter's exit: a write that still hangs must not go on into a file that got its number.
+        weakref.finalize(self, os.close, fd).atexit = False
 
 
 class FileIo(ABC):

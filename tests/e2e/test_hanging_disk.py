@@ -25,7 +25,7 @@ from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slab import SlabStore
 from kvtier.testing import FaultyStore
 from kvtier.types import BlockId, Move, Slot, SlotLabel, Tier
-from tests.e2e.families import FAMILIES, GREEDY, MODES, assert_same, plain_turns, small_config, tiny_from, tokens
+from tests.e2e.families import FAMILIES, GREEDY, MODES, assert_same, plain_turns, small_config, tiny, tiny_from, tokens
 from tests.e2e.test_recompute import recomputed
 
 ROOT = Path(__file__).parents[2]
@@ -202,9 +202,15 @@ def test_three_turns_while_the_disk_hangs_and_one_when_it_answers(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_read_hangs(mode: str, tmp_path: Path) -> None:
-    model, turns = deep(), turns_of()
-    with TieredKV(model, config_of(tmp_path, mode)) as tiered:
+@pytest.mark.parametrize("family", ["deep", "gemma3", "granitemoehybrid"])
+def test_one_read_hangs(family: str, mode: str, tmp_path: Path) -> None:
+    if family == "deep":
+        model, turns, config = deep(), turns_of(), config_of(tmp_path, mode)
+    else:  # a ring of two slices: one is left
+        model = tiny(family)
+        turns, config = plain_turns(model), small_config(model, tmp_path, mode, **ROOMY)
+        config["tiers"]["cpu"] |= {"high": 0.2, "low": 0.1}
+    with TieredKV(model, config) as tiered:
         store, cache = interposed(tiered), tiered.new_cache()
         assert_same(tiered.generate(turns[0][0], cache=cache, **GREEDY), turns[0][1], mode)
         store.reads_hang = lambda slot: store.num_hung == 0
@@ -428,8 +434,18 @@ def test_close_while_reads_and_writes_hang_leaves_the_folder_as_it_is(
 
 
 EXIT = """
-    import os, sys, threading
+    import atexit, os, sys, threading
     from pathlib import Path
+
+    def links():
+        paths = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+        return {os.readlink(path) for path in paths if os.path.islink(path)}
+
+    @atexit.register  # the first one: it runs last
+    def descriptors_are_open():
+        # A call that hangs goes on with its number, which must not be another file's by then.
+        print("segments open:", any("segment-" in link for link in links()), flush=True)
+
     import torch
     torch.set_num_threads(1)
     from kvtier import TieredKV
@@ -464,5 +480,6 @@ def test_the_interpreter_exits_while_calls_hang_for_ever(tmp_path: Path) -> None
     command = [sys.executable, "-c", textwrap.dedent(EXIT), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0 and done.stdout.startswith("hung"), done.stdout + done.stderr
+    assert done.stdout.endswith("segments open: True\n"), done.stdout
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "nvme" / "kv").glob("segment-*"))
