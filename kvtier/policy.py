@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvtier.errors import ConfigError
@@ -47,7 +48,9 @@ def _find(name: str, key: str) -> Callable[..., Any]:
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"{key}: {name} cannot be imported: {error}; is its folder on PYTHONPATH?") from error
         return _callable(found, name, key)
-    known = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in _entry_points():
+        _entry_points.cache_clear()  # it may have been installed since
+    known = _entry_points()
     if name not in known:
         raise ConfigError(
             f"{key}: there is no policy {name!r}; known: {', '.join(sorted(known)) or 'none (is kvtier installed?)'}; "
@@ -57,6 +60,12 @@ def _find(name: str, key: str) -> Callable[..., Any]:
         return _callable(known[name].load(), name, key)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}: {name} cannot be imported: {error}") from error
+
+
+@functools.cache
+def _entry_points() -> dict[str, EntryPoint]:
+    """By name. The metadata of everything that is installed is read for it, four times a wrapper without the cache."""
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def _callable(found: Any, name: str, key: str) -> Callable[..., Any]:
