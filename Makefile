@@ -46,9 +46,10 @@ demo: install
 	$(BIN)/kvtier soak --config configs/quickstart.yaml
 
 # Two workers, as tests run torch with one thread each (tests/conftest.py); a file stays on one worker, so that what its
-# fixtures build is built once.
+# fixtures build is built once. In the order of the folders: by number of tests, which is xdist's own order, the stateful
+# ones and the power losses (few tests, and long) would come last, and one worker would wait for the other.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q $(PYTEST_ARGS)
 
 check: install
 	$(BIN)/ruff check $(CODE)
