@@ -182,16 +182,6 @@ def compare(ours: Side, plain: Side, tolerance: float) -> Verdict:
     return verdict
 
 
-def compare_within(ours: Side, plain: Side, family: str, dtype: torch.dtype) -> Verdict:
-    """`compare` by the tolerance of a family: in 16 bits by one that is no more than that first, and sooner known."""
-    try:
-        return compare(ours, plain, tolerance_of(family, dtype, quickly=True))
-    except AssertionError:
-        if dtype is torch.float32:
-            raise
-    return compare(ours, plain, tolerance_of(family, dtype))
-
-
 def _compare_call(mine: Call, theirs: Call, tolerance: float, verdict: Verdict, where: str) -> None:
     for index, (a, b) in enumerate(zip(mine.steps, theirs.steps, strict=False)):
         assert _same(a.history, b.history), f"{where}, step {index}: other tokens before it"

@@ -242,32 +242,23 @@ def test_a_decoding_loop_by_hand(keyword: str, mode: str, tmp_path: Path) -> Non
 @torch.no_grad()
 def test_16_bits(family: str, dtype: torch.dtype, mode: str, tmp_path: Path) -> None:
     """Within twice what the plain model's own logits change with its chunks, and as near to the fp32 model as it is."""
-    model, ids = tiny(family, dtype), tokens(300)
-
-    def check(ours: torch.Tensor, plain: torch.Tensor) -> None:
-        if mode == "gathered":
-            return assert_close(ours, plain, mode)
-        try:
-            assert_close(ours, plain, mode, tolerance=tolerance_of(family, dtype, quickly=True))
-        except AssertionError:  # the whole tolerance takes seconds to compute
-            assert_close(ours, plain, mode, tolerance=tolerance_of(family, dtype))
-
+    model, ids, tolerance = tiny(family, dtype), tokens(300), tolerance_of(family, dtype)
     expected, exact = plain_forward(model, ids), plain_forward(copy.deepcopy(model).float(), ids)
     with TieredKV(model, small_config(model, tmp_path, mode)) as tiered:
         cache, plain_cache = tiered.new_cache(), DynamicCache(config=model.config)
         # Six chunks in one call, then one at a time.
         parts = [tiered(piece, cache=cache).logits for piece in (ids[:, :192], *ids[:, 192:].split(CHUNK, dim=1))]
         ours = torch.cat(parts, dim=1)
-        check(ours, expected)
+        assert_close(ours, expected, mode, tolerance=tolerance)
         assert (ours - exact).abs().mean() <= 1.1 * (expected - exact).abs().mean()
         plain_forward(model, ids, plain_cache)
         for turn in range(2):
             for number in range(8):
                 token = tokens(1, number)
                 plain = plain_forward(model, token, plain_cache)
-                check(tiered(token, cache=cache).logits, plain)
+                assert_close(tiered(token, cache=cache).logits, plain, mode, tolerance=tolerance)
             more = tokens(40, 50 + turn)
             plain = plain_forward(model, more, plain_cache)
-            check(tiered(more, cache=cache).logits, plain)
+            assert_close(tiered(more, cache=cache).logits, plain, mode, tolerance=tolerance)
         assert_budgets(tiered)
         assert_came_back_from_nvme(tiered, cache)
