@@ -27,7 +27,7 @@ WRONG_MODULE = 97  # exit status of GUARD
 CORE_TESTS = (
     *(
         f"tests/unit/test_{name}.py"
-        for name in ("slots", "breaker", "block_table", "residency", "plan", "manager", "batch")
+        for name in ("slots", "breaker", "block_table", "residency", "plan", "manager", "batch", "hanging_moves")
     ),
     "tests/stateful/test_manager.py",
 )
@@ -36,6 +36,7 @@ STORE_TESTS = (
     "tests/fault/test_restart.py", "tests/fault/test_power_loss.py",
 )  # fmt: skip
 IO_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_io.py")
+RING_TESTS = ("tests/unit/test_ring.py",)
 SPARSE_TESTS = ("tests/fault/test_compression.py",)
 TENSOR_TESTS = ("tests/property/test_attention.py", "tests/property/test_open_step.py")
 
@@ -64,6 +65,8 @@ class Mutant:
 
     @property
     def tests(self) -> tuple[str, ...]:
+        if self.file == RING:
+            return RING_TESTS
         if self.file in (ATTENTION, OPEN_STEP):
             return TENSOR_TESTS
         if self.file in (FILE_IO, DIRECT, PAGE_CACHE, STAGING):
@@ -83,7 +86,7 @@ SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
-BREAKER = "kvtier/breaker.py"
+BREAKER, RING = "kvtier/breaker.py", "kvtier/ring.py"
 NVME, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "folder", "gpu", "slab"))
 SPACE, OPEN, INDEX, HEADERS, FORMAT = (
     f"kvtier/stores/{name}.py" for name in ("nvme_space", "nvme_open", "slot_index", "slot_headers", "slot_format")
@@ -111,15 +114,17 @@ MUTANTS = [
     Mutant(
         "seal ignored on crop",
         MANAGER,
-        "(record.holders > 1 or record.state is BlockState.SEALED)",
-        "record.holders > 1",
+        "(record.holders > 1 or record.state is BlockState.SEALED or is_held)",
+        "(record.holders > 1 or is_held)",
     ),
     Mutant(
         "shared tail written in place",
         MANAGER,
-        "(record.holders > 1 or record.state is BlockState.SEALED)",
-        "record.state is BlockState.SEALED",
+        "(record.holders > 1 or record.state is BlockState.SEALED or is_held)",
+        "(record.state is BlockState.SEALED or is_held)",
     ),
+    Mutant("tail grows under a write that hangs", MANAGER, "BlockState.SEALED or is_held)", "BlockState.SEALED)"),
+    Mutant("what lies on a tier that hangs is streamed", MANAGER, "self.placement.check_readable(blocks, tier)", "..."),
     Mutant(
         "moving tail not waited for",
         MANAGER,
@@ -292,8 +297,37 @@ MUTANTS = [
     Mutant(
         "dirty block evicted without a copy",
         PLACEMENT,
-        "if self.residency[block].is_clean(tier):",
-        "if self.residency[block].is_clean(tier) or tier is Tier.CPU:",
+        "if self._is_clean(block, tier):",
+        "if self._is_clean(block, tier) or tier is Tier.CPU:",
+    ),
+    Mutant("clean by a tier that hangs", PLACEMENT, "other > tier and self.is_readable(other)", "other > tier"),
+    Mutant(
+        "blocks are given up whose slot a late move holds",
+        PLACEMENT,
+        "            and not self._placement.is_held(self._tier, record.copies[self._tier])\n",
+        "",
+    ),
+    Mutant(
+        "the source of a late move is free",
+        MOVER,
+        "return {(move.source, move.source_slot), (move.dest, move.dest_slot)}",
+        "return {(move.dest, move.dest_slot)}",
+    ),
+    Mutant("the slots of late moves never go back", MOVER, "in self._orphans - self._held:", "in set():"),
+    Mutant(
+        "a late move stays its block's",
+        MOVER,
+        "        record = self.residency[move.block]\n        record.move = None\n        if move.purpose is",
+        "        record = self.residency[move.block]\n        if move.purpose is",
+    ),
+    Mutant("a tier hangs for ever", BREAKER, "self._overdue.pop(call, None)", "..."),
+    Mutant("moves start on a tier that hangs", BREAKER, "return not self.is_hanging and (", "return ("),
+    Mutant("a late read's cell is used again", RING, "for cell in cells if cell not in taken", "for cell in cells"),
+    Mutant(
+        "late reads go on",
+        RING,
+        "if read.generation != self._generation:\n                return  # nobody",
+        "if False:\n                return  # nobody",
     ),
     Mutant(
         "ceiling not lowered on a full disk",
@@ -351,7 +385,7 @@ MUTANTS = [
         "self.unreadable.discard(move.block)",
     ),
     # tiers that rest or grow
-    Mutant("a tier that fails is never left alone", BREAKER, "return not self.is_resting or (", "return True or ("),
+    Mutant("a tier that fails is never left alone", BREAKER, "(not self.is_resting or (", "(True or ("),
     Mutant("a tier that rests is never tried", BREAKER, "self._probe is None and self._rest.is_over)", "False)"),
     Mutant("a tier that rests gets many probes", BREAKER, "(self._probe is None and self._rest", "(self._rest"),
     Mutant("each rest is as short as the first", BREAKER, "2 * self._length_s", "self._length_s"),

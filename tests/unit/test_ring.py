@@ -217,6 +217,23 @@ def test_a_read_that_hangs_has_its_buffer_until_it_ends() -> None:
     assert ring.close()
 
 
+def test_late_reads_stop_at_the_slice_that_hangs_and_queued_ones_never_begin() -> None:
+    reader = FakeReader(seed=8, max_delay_s=0)
+    ring = _ring(reader, 37, NextLayers(depth=1), timeout_s=0.3)
+    reader.hangs.clear()
+    sources = _sources(9)
+    ring.begin(sources)  # two layers of one cell each: six reads of three slices on three threads
+    with pytest.raises(BlockLostError):
+        next(ring.groups(0))
+    ring.drain()
+    assert ring.num_overdue == 3
+    reader.hangs.set()
+    _wait_until_over(ring)
+    _stream(ring, sources)  # behind whatever was queued
+    assert len(reader.reads) == 3 + 9 * SHAPE.num_layers
+    assert ring.close()
+
+
 def test_all_blocks_of_a_tier_that_hangs_are_unreadable_for_one_deadline() -> None:
     reader = FakeReader(seed=7, max_delay_s=0)
     ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.3)
