@@ -93,7 +93,9 @@ class KVTierConfig(Strict):
     """What happens when a block cannot be read from its tier: a wrong checksum, an I/O error, a short read, a disk that
     does not answer within `io_timeout_s`. `recompute` computes it again from its tokens and repeats the step, with one
     warning and a count in `recomputed_blocks` of `stats()`; `raise` raises `BlockLostError`, for whoever would rather
-    look at the disk first. No token is made from such a block either way."""
+    look at the disk first. No token is made from such a block either way. With `recompute` idle conversations also
+    lose blocks when no tier has room (`dropped_blocks`), and get them back in the same way; with `raise` that is a
+    `CapacityError`."""
     io_threads: int = Field(default=4, ge=1, le=64, title="a number of threads from 1 to 64")
     """Threads that move whole blocks to and from nvme, and as many more that stream slices from there (with direct I/O
     up to 32, as far as the ring has room); as many again for copies within memory. Raise it for disks that are fast

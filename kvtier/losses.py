@@ -5,7 +5,6 @@ Works on ids; touches no tensor. What computes a row's K and V is given to it.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -16,22 +15,12 @@ from kvtier.block_table import BlockTable, Span
 from kvtier.errors import BlockLostError, BudgetError, CapacityError, UnsupportedError
 from kvtier.log import logger
 from kvtier.manager import TierManager
+from kvtier.recomputable import Past
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, Tier
 
 Compute = Callable[[Span], None]
 """Appends a span to the row that it belongs to, by the model's own forward, in steps that commit."""
-
-
-class Past(enum.Enum):
-    """What a layer needs of the tokens before those that it computes."""
-
-    BLOCKS = "blocks"
-    """Their blocks: every layer is tiered."""
-    WINDOWS = "windows"
-    """Windows beside the blocks, which have moved on: it starts over from token 0."""
-    STATES = "states"
-    """States of linear attention, likewise. Whether padding has left a trace in them, no mask can tell."""
 
 
 class Losses:
@@ -50,15 +39,14 @@ class Losses:
         manager: TierManager,
         batch: Batch,
         new: Sequence[NewColumns],
-        past: Past,
         open_row: Callable[[Batch], AbstractContextManager[Compute]],
     ) -> None:
         """Args:
         new: what the step appends: its slots are not taken.
         open_row: makes a cache over a batch of one row, for as long as the context lasts.
         """
-        self._manager, self._batch, self._past, self._open_row = manager, batch, past, open_row
-        self._placement = manager.placement
+        self._manager, self._batch, self._open_row = manager, batch, open_row
+        self._placement, self._recomputable = manager.placement, manager.recomputable
         each = manager.block_tokens
         num_slots = sum(-(-(t.tail_tokens + n.num_tokens) // each) for t, n in zip(batch.tables, new, strict=True))
         self._max_kept = manager.num_gpu_slots - max(num_slots, 1)
@@ -69,39 +57,14 @@ class Losses:
     # -- which blocks -------------------------------------------------------------------------------------------------
 
     def known(self) -> list[BlockId]:
-        """Blocks of the batch that a promotion failed to read and that can be recomputed."""
+        """Blocks of the batch that a promotion failed to read, or that were dropped, and that can be recomputed."""
         if not self._placement.unreadable:
             return []
         self._manager.seal(self._batch)  # as the step will: equal blocks become one before any of them is pinned
         held = dict.fromkeys(block for table in self._batch.tables for block in table.blocks)
         residency, unreadable = self._placement.residency, self._placement.unreadable
         lost = [block for block in held if block in unreadable and Tier.GPU not in residency[block].copies]
-        return [block for block in lost if self._obstacle(block) is None]
-
-    def _holder(self, block: BlockId) -> BlockTable | None:
-        """The row that has the most tokens of the block: one that was cropped knows only the first of them."""
-        index = self._placement.residency[block].index
-        holders = [table for table in self._manager.tables.values() if table.blocks[index : index + 1] == [block]]
-        return max(holders, key=lambda table: self._end(table, index), default=None)
-
-    def _is_holder(self, table: BlockTable, block: BlockId) -> bool:
-        """Whether no row has more tokens of the block than this one."""
-        index, best = self._placement.residency[block].index, self._holder(block)
-        holds = table.blocks[index : index + 1] == [block]
-        return holds and best is not None and self._end(table, index) == self._end(best, index)
-
-    def _end(self, table: BlockTable, index: int) -> int:
-        return min(table.num_tokens, (index + 1) * self._manager.block_tokens)
-
-    def _obstacle(self, block: BlockId) -> str | None:
-        table = self._holder(block)
-        if table is None:
-            return "no conversation holds it"
-        index = self._placement.residency[block].index
-        end = self._end(table, index)
-        if self._past is Past.STATES and any(padding.at < end for padding in table.padding):
-            return "padding stands before it, and may have left a trace in the states of linear attention"
-        return table.obstacle(index * self._manager.block_tokens if self._past is Past.BLOCKS else 0, end)
+        return [block for block in lost if self._recomputable.obstacle(block) is None]
 
     # -- mending ------------------------------------------------------------------------------------------------------
 
@@ -113,9 +76,17 @@ class Losses:
 
         Raises:
             BlockLostError: one of them cannot be recomputed, is lost again and again, or there is no room to; says why.
+            CapacityError, BudgetError: there is no room for one that was itself dropped to make some.
             TransferTimeoutError: the device hangs.
             After each of them the batch holds the tokens that it held; blocks that were mended before stay so.
         """
+        self._manager.enter(self._batch)  # it runs: none of its blocks is dropped to compute another one
+        try:
+            self._mend(lost, why)
+        finally:
+            self._manager.leave(self._batch)
+
+    def _mend(self, lost: Iterable[int], why: str) -> None:
         wanted: dict[BlockId, str] = {}
         self._note(lost, why, wanted)
         while wanted:
@@ -127,6 +98,8 @@ class Losses:
                 # A block of the temporary row is gone with it: that is one more failure of the one that it was for.
                 found, why = [block if self._is_held(block) else first for block in error.blocks], str(error)
             except (CapacityError, BudgetError, UnsupportedError) as error:
+                if not self._placement.residency[first].copies and not isinstance(error, UnsupportedError):
+                    raise  # nothing is broken: there is no room for it now
                 raise BlockLostError(f"{cause}; recomputing it failed: {error}", (first,)) from error
             else:
                 continue
@@ -159,7 +132,7 @@ class Losses:
                 placement.drop_copy(block, bad)  # a slower tier has the bytes too: they are read from there
                 placement.unreadable.discard(block)
                 continue
-            obstacle = self._obstacle(block)
+            obstacle = self._recomputable.obstacle(block)
             if obstacle is not None:
                 raise BlockLostError(f"{why}; it cannot be recomputed: {obstacle}", (block,))
             wanted[block] = why
@@ -176,23 +149,25 @@ class Losses:
 
     def _recompute(self, block: BlockId, wanted: dict[BlockId, str]) -> None:
         """Mend `block`; with layers that start over, all wanted blocks of its row in one go."""
-        table = self._holder(block)
+        table = self._recomputable.holder(block)
         if table is None:
             raise BlockLostError(f"{wanted[block]}; no conversation holds it", (block,))
         manager, num_tokens = self._manager, self._manager.block_tokens
         first = last = self._placement.residency[block].index
-        if self._past is not Past.BLOCKS:
+        if self._recomputable.past is not Past.BLOCKS:
             # But for a tail of which another row holds more: it is that row's to mend.
-            mine = [each for each in wanted if self._is_holder(table, each)]
+            mine = [each for each in wanted if self._recomputable.is_holder(table, each)]
             first, last = 0, max(self._placement.residency[each].index for each in mine)
         row = manager.fork_row(table)  # other caches may be dropped meanwhile: this keeps the blocks
         whole = row.tables[0]
         past = manager.fork_row(table)
         try:
+            manager.truncate(row, whole.column(self._recomputable.end(whole, last)))
+            manager.enter(row)  # nor are they dropped to make room
             manager.truncate(past, whole.column(first * num_tokens))
             with self._open_row(past) as compute:
                 for index in range(first, last + 1):
-                    for span in whole.spans(index * num_tokens, self._end(whole, index)):
+                    for span in whole.spans(index * num_tokens, self._recomputable.end(whole, index)):
                         compute(span)
                     past.origin = None  # it seals blocks that it did not compute: no label may come of that
                     self._put(whole.blocks[index], past.tables[0], index, wanted)
@@ -203,13 +178,17 @@ class Losses:
     def _put(self, block: BlockId, row: BlockTable, index: int, wanted: dict[BlockId, str]) -> None:
         """The block takes over what was computed, if it is wanted, and its place in the row."""
         placement, computed = self._placement, row.blocks[index]
-        if block in wanted:
+        copies = placement.residency[block].copies
+        if block in wanted or not copies:
             placement.settle(block)  # the last wait: what follows is done as a whole
-            if Tier.GPU not in placement.residency[block].copies:  # else a promotion has read it after all
+            if not copies:
+                logger.info("a block that was dropped to make room was recomputed from its tokens")
+            elif Tier.GPU not in copies:
+                logger.warning("a block was recomputed from its tokens: %s", wanted[block])
+            if Tier.GPU not in copies:  # else a promotion has read it after all
                 placement.hand_over(computed, block)
                 placement.metrics.recomputed_blocks += 1
-                logger.warning("a block was recomputed from its tokens: %s", wanted[block])
-            del wanted[block]
+            wanted.pop(block, None)
             self._keep(block)
         self._manager.share(row, index, block)
 

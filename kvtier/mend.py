@@ -13,7 +13,7 @@ from kvtier.batch import Batch
 from kvtier.block_table import Span
 from kvtier.errors import BlockLostError
 from kvtier.hf import CacheState, TieredCache
-from kvtier.losses import Compute, Losses, Past
+from kvtier.losses import Compute, Losses
 from kvtier.runtime import Runtime
 from kvtier.step import NewColumns
 
@@ -37,11 +37,11 @@ class Mender:
             BlockLostError: a block cannot be recomputed; says why. TransferTimeoutError: the device hangs.
             Whatever `step` raises. The batch is as before the step, and nothing temporary is left.
         """
-        losses = Losses(self._runtime.manager, self._state.batch, new, self._past(), self._open_row)
+        losses = Losses(self._runtime.manager, self._state.batch, new, self._open_row)
         try:
             known = losses.known()
             if known:
-                self._mend(losses, known, f"{len(known)} blocks could not be promoted")
+                self._mend(losses, known, f"{len(known)} blocks could not be promoted, or were dropped to make room")
             checked = False
             while True:
                 try:
@@ -54,12 +54,6 @@ class Mender:
                 self._mend(losses, lost, why)
         finally:
             losses.close()
-
-    def _past(self) -> Past:
-        untiered = self._state.untiered
-        if untiered.has_states:
-            return Past.STATES
-        return Past.WINDOWS if untiered.layers else Past.BLOCKS
 
     def _mend(self, losses: Losses, lost: Sequence[int], why: str) -> None:
         obstacle = self._state.obstacle()

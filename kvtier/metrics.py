@@ -35,6 +35,8 @@ class Metrics:
     steps_aborted: int = 0
     tokens: int = 0
     recomputed_blocks: int = 0
+    dropped_blocks: int = 0
+    """Idle blocks whose copies were all given up because no tier had room."""
     stall_s: float = 0.0
     """Time that attention or a step's start waited for a transfer."""
     only_copy_peak_blocks: int = 0

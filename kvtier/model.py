@@ -21,6 +21,7 @@ from kvtier.hf import (
     Fingerprints,
     Patch,
     TieredCache,
+    UntieredLayers,
     WeightsMark,
     WrappedMethod,
     cache_keyword,
@@ -65,7 +66,9 @@ class TieredKV:
         group = describe(model, loaded.block_tokens)
         mark = WeightsMark(model)
         fingerprints = Fingerprints(model, group, mark)
-        self._runtime = Runtime(group, loaded, mark, functools.partial(new_untiered, model, group), fingerprints)
+        make_untiered = functools.partial(new_untiered, model, group)
+        past = UntieredLayers(make_untiered()).past
+        self._runtime = Runtime(group, loaded, mark, make_untiered, fingerprints, past)
         try:
             patch = Patch.apply(model)
         except BaseException:  # a Ctrl-C too: nothing stays allocated

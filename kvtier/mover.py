@@ -80,7 +80,8 @@ class Mover:
         self.sequence_metrics: dict[SequenceId, SequenceMetrics] = {}
         self.moves: dict[int, Move] = {}
         self.unreadable: set[BlockId] = set()
-        """Blocks that a promotion failed to read: not tried again in the background. Reading them raises."""
+        """Blocks of which no copy can be read: a promotion failed to, or all were dropped to make room. Reading them
+        raises; they are not tried again in the background, and computed again before the next step that needs them."""
         self.hung: dict[int, Move] = {}
         """Moves of the nvme tier that have passed their deadline and have not ended. Nobody waits for them, nor uses
         what comes of them; the slots that they read and write stay theirs."""
@@ -389,7 +390,7 @@ class Mover:
             self.pools[Tier.GPU].give_back(dest_slot)
             if source is not None:
                 self.check_readable({block: record.index}, source)
-            raise BlockLostError(f"block {block} has no copy on any tier", (block,))
+            raise BlockLostError(f"block {block} was dropped to make room", (block,))
         move = self.start(block, purpose, source, Tier.GPU, dest_slot)
         self._outcomes[move.move_id] = None
         try:
@@ -413,8 +414,13 @@ class Mover:
         if self._held != {slot for move in self.hung.values() for slot in _slots(move)} or self._orphans - self._held:
             raise IntegrityError("slots are held for other moves than those that hang")
         for block in self.residency.blocks():
-            for tier, slot in self.residency[block].copies.items():
+            record = self.residency[block]
+            if not record.copies and record.move is None and block not in self.unreadable:
+                raise IntegrityError(f"block {block} has no copy and none in flight, and was not dropped")
+            for tier, slot in record.copies.items():
                 used[tier].add(slot)
+        if any(self.residency.get(block) is None for block in self.unreadable):
+            raise IntegrityError("a dead block is listed as unreadable")
         for move in self.moves.values():
             record = self.residency[move.block]
             if record.move is not move:

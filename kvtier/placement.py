@@ -46,8 +46,25 @@ class _Evictable(Container[BlockId]):
         )
 
 
+class _Droppable(Container[BlockId]):
+    """Idle blocks on a tier that may lose every copy: they can be computed again."""
+
+    def __init__(self, placement: Placement, tier: Tier, recomputable: Container[BlockId]) -> None:
+        self._residency, self._recomputable = placement.residency, recomputable
+        self._idle = _Evictable(placement, tier, running=False)
+
+    def __contains__(self, block: object) -> bool:
+        if block not in self._idle:
+            return False
+        pins = self._residency[block].pins  # type: ignore[index]  # it is in `_idle`, so it is a block
+        return not any(pins.values()) and block in self._recomputable
+
+
 class Placement(Mover):
-    """Room on every tier: copies that are not needed go first, then blocks of idle sequences, then of running ones."""
+    """Room on every tier: copies that are not needed go first, then blocks of idle sequences, then of running ones.
+
+    When no tier takes a block, idle blocks that can be computed again are dropped.
+    """
 
     def __init__(
         self,
@@ -68,6 +85,8 @@ class Placement(Mover):
             nvme_room=nvme_room, clock=clock,
         )  # fmt: skip
         self.watermarks = dict(watermarks)
+        self.droppable: Callable[[], Container[BlockId]] | None = None
+        """The blocks that the model could compute again, as it is now. None: lost blocks are never computed again."""
         self._oldest_first = False
         """Blocks that may go but that no policy names are given up too."""
 
@@ -80,12 +99,13 @@ class Placement(Mover):
         return self._leaving[tier]
 
     def make_room(self, tier: Tier, num_slots: int) -> None:
-        """Wait until `num_slots` slots of `tier` are free: evict clean copies, demote the rest.
+        """Wait until `num_slots` slots of `tier` are free: evict clean copies, demote the rest; last, drop idle blocks.
 
         A lower tier that is out of use takes nothing: then this fails at once, and does not wait for the tier.
 
         Raises:
-            CapacityError: no tier takes a block. Logically nothing has changed.
+            CapacityError: no tier takes a block, and idle blocks that can be computed again are too few. Logically
+                nothing has changed.
             TransferTimeoutError: as `wait`.
         """
         pool = self.pools[tier]
@@ -98,9 +118,10 @@ class Placement(Mover):
                     self._give_up_oldest(tier, num_slots - pool.num_free)
             if pool.num_free >= num_slots:
                 return
-            if not self.moves:
+            if self.moves:
+                self.wait()
+            elif not self._drop_idle(tier, num_slots - pool.num_free):
                 raise CapacityError(self._no_room(tier, num_slots))
-            self.wait()
 
     def _give_up_oldest(self, tier: Tier, num_slots: int) -> None:
         """The last resort before CapacityError: a policy that names too few blocks must not stop the house."""
@@ -109,6 +130,43 @@ class Placement(Mover):
             self.give_up(tier, num_slots)
         finally:
             self._oldest_first = False
+
+    def _drop_idle(self, tier: Tier, num_slots: int) -> bool:
+        """Drop that many idle blocks, so that as many slots of `tier` can be had. False, and nothing done: too few.
+
+        Those of the slowest tier first, into whose slots blocks of `tier` can then be demoted.
+        """
+        if self.droppable is None:
+            return False
+        recomputable = self.droppable()
+        self._oldest_first = True
+        try:
+            # A block that is dropped further down helps only where one of this tier may go.
+            may_go = sum(len(self._victims(tier, num_slots, _Evictable(self, tier, each))) for each in (False, True))
+            below = [other for other in self.pools if other > tier and self.takes(other)]
+            found: dict[BlockId, None] = {}
+            for other in [*sorted(below, reverse=True), tier]:
+                droppable = _Droppable(self, other, recomputable)
+                found |= dict.fromkeys(self._victims(other, num_slots - len(found), droppable))
+        finally:
+            self._oldest_first = False
+        if min(may_go, len(found)) < num_slots:
+            return False
+        for block in found:
+            self.drop(block)
+        logger.warning(
+            "no tier takes another block: %d blocks of idle conversations were dropped, and will be recomputed from "
+            "their tokens when those go on. Raise a tier's budget, or drop or reset() caches that are done with",
+            len(found),
+        )
+        return True
+
+    def drop(self, block: BlockId) -> None:
+        """The block's copies go, all of them: it must be computed again before it is read."""
+        for tier in list(self.residency[block].copies):
+            self.drop_copy(block, tier)
+        self.unreadable.add(block)
+        self.metrics.dropped_blocks += 1
 
     def _no_room(self, tier: Tier, num_slots: int) -> str:
         state = ", ".join(
@@ -144,7 +202,7 @@ class Placement(Mover):
             self.drop_copy(block, tier)
             done += 1
         for running in (False,) if idle_only else (False, True):
-            for block in self._victims(tier, num_slots - done, running):
+            for block in self._victims(tier, num_slots - done, _Evictable(self, tier, running)):
                 if self._is_clean(block, tier):
                     self.drop_copy(block, tier)
                 elif (place := self._take_below(tier, num_slots - done, idle_only)) is not None:
@@ -169,10 +227,9 @@ class Placement(Mover):
         )
         return list(islice(free, num_blocks))
 
-    def _victims(self, tier: Tier, num_blocks: int, running: bool) -> list[BlockId]:
+    def _victims(self, tier: Tier, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
         if num_blocks < 1:
             return []
-        evictable = _Evictable(self, tier, running)
         names = self.policies[tier].victims(num_blocks, evictable)
         good = [block for block in names if block in evictable]
         if len(good) != len(names):

@@ -65,9 +65,10 @@ class StepPlan:
         """Read the residency of every full block, O(blocks).
 
         Raises:
-            BlockLostError: a block has no copy left.
+            BlockLostError: blocks have no copy left; names all of them.
         """
         rows: list[RowPlan] = []
+        lost: dict[BlockId, None] = {}
         streamed: dict[BlockId, tuple[int, Tier, Slot, list[int]]] = {}
         for row, table in enumerate(batch.tables):
             resident: list[Resident] = []
@@ -75,16 +76,16 @@ class StepPlan:
                 copies = residency[block].copies
                 tier = min(copies, default=None)
                 if tier is None:
-                    raise BlockLostError(
-                        f"block {index} of sequence {table.sequence} has no copy on any tier", (block,)
-                    )
-                if tier is Tier.GPU:
+                    lost[block] = None
+                elif tier is Tier.GPU:
                     resident.append(Resident(index, copies[tier]))
                 elif block in streamed:
                     streamed[block][3].append(row)
                 else:
                     streamed[block] = index, tier, copies[tier], [row]
             rows.append(RowPlan(tuple(resident), tuple(_runs(block.slot for block in resident))))
+        if lost:
+            raise BlockLostError(f"{len(lost)} blocks of the batch were dropped to make room", tuple(lost))
         sources = (Source(b, index, tier, slot, tuple(users)) for b, (index, tier, slot, users) in streamed.items())
         return StepPlan(tuple(rows), tuple(sources))
 

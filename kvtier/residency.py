@@ -40,7 +40,7 @@ class BlockRecord:
 
     @property
     def fastest(self) -> Tier | None:
-        """The fastest tier with a valid copy; None for a block whose only copy is still in flight or lost."""
+        """The fastest tier with a valid copy; None for a block that was dropped."""
         return min(self.copies, default=None)
 
     def is_clean(self, tier: Tier) -> bool:
@@ -141,8 +141,6 @@ class ResidencyTable:
         for block, record in self._records.items():
             if record.holders < 0 or (record.holders == 0 and record.move is None):
                 raise IntegrityError(f"block {block} is held by no one and not leaving")
-            if not record.copies and record.move is None:
-                raise IntegrityError(f"block {block} has no copy and none in flight")
             for tier, slot in record.copies.items():
                 if owners.setdefault((tier, slot), block) != block:
                     raise IntegrityError(f"{tier.label} slot {slot} has two owners")

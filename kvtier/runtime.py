@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
 from kvtier.placement import Placement, Watermark
 from kvtier.policy import load_eviction, load_prefetch
+from kvtier.recomputable import Past
 from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
 from kvtier.stores.base import Store
@@ -26,9 +28,14 @@ from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
-from kvtier.types import IoMode, LayerGroup, Tier
+from kvtier.types import BlockId, IoMode, LayerGroup, Tier
 
 DIRECT_STREAM_THREADS = 32
+
+
+def _droppable(source: Source | None, recomputable: Container[BlockId]) -> Container[BlockId]:
+    """The blocks that could be computed again by the model as it is now: under a hook or autocast none."""
+    return recomputable if source is None or source.is_plain({}) else ()
 
 
 class UntieredBytes(Protocol):
@@ -50,6 +57,7 @@ class Runtime:
         weights_mark: Callable[[], int],
         new_untiered: Callable[[], dict[int, Any]] = dict,
         fingerprints: Source | None = None,
+        past: Past = Past.BLOCKS,
     ) -> None:
         """Allocate the gpu and cpu tiers and own the nvme folder.
 
@@ -57,6 +65,7 @@ class Runtime:
             weights_mark: a number that changes with the model's weights.
             new_untiered: empty caches for the layers that are not tiered, by layer index.
             fingerprints: of the model; its tensors are hashed only where the nvme folder outlives the process.
+            past: what the model needs to compute a block again.
 
         Raises:
             ConfigError, BudgetError, FolderInUseError: nothing stays allocated.
@@ -66,6 +75,7 @@ class Runtime:
         self.closed = False
         self.pid = os.getpid()
         self.weights_mark, self.new_untiered, self.source = weights_mark, new_untiered, fingerprints
+        self._past = past
         self.untiered: weakref.WeakSet[UntieredBytes] = weakref.WeakSet()
         """What each live cache keeps beside the tiers."""
         self.untiered_peak_bytes = 0
@@ -116,7 +126,9 @@ class Runtime:
             labels=self.labels,
             nvme_room=nvme.reachable_slots if isinstance(nvme, NvmeStore) else None,
         )
-        self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes)
+        self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes, self._past)
+        if config.on_block_loss == "recompute":
+            self.placement.droppable = partial(_droppable, self.source, self.manager.recomputable)
         ring = None
         if self.gpu_budget.ring_slices:
             ring = SliceRing(

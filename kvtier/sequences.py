@@ -14,6 +14,7 @@ from kvtier.errors import IntegrityError
 from kvtier.labels import Origin
 from kvtier.metrics import SequenceMetrics
 from kvtier.placement import Placement
+from kvtier.recomputable import Past, Recomputable
 from kvtier.residency import BlockState
 from kvtier.types import BlockId, SequenceId, Slot, Tier
 from kvtier.upkeep import Upkeep
@@ -22,12 +23,22 @@ from kvtier.upkeep import Upkeep
 class Sequences:
     """The batches of all caches. Rows share blocks by count; equal full blocks of a batch are joined when sealed."""
 
-    def __init__(self, placement: Placement, block_tokens: int, same_bytes: Callable[[Slot, Slot], bool]) -> None:
-        """`same_bytes` says whether two gpu slots hold the same bytes: blocks are joined on nothing less."""
+    def __init__(
+        self,
+        placement: Placement,
+        block_tokens: int,
+        same_bytes: Callable[[Slot, Slot], bool],
+        past: Past = Past.BLOCKS,
+    ) -> None:
+        """Args:
+        same_bytes: whether two gpu slots hold the same bytes: blocks are joined on nothing less.
+        past: what the model needs to compute a block again.
+        """
         self.placement, self._same_bytes = placement, same_bytes
         self.upkeep = Upkeep(placement)
         self.block_tokens = block_tokens
         self.tables: dict[SequenceId, BlockTable] = {}
+        self.recomputable = Recomputable(self.tables, placement.residency, block_tokens, past)
         self.dropped: deque[Batch] = deque()
         """Batches whose cache was garbage-collected. Finalizers append here and take no lock."""
         self.left: deque[Batch] = deque()
@@ -74,7 +85,10 @@ class Sequences:
     def share(self, table: BlockTable, index: int, block: BlockId) -> None:
         """Put `block`, which holds the same tokens, in the place of block number `index`, by count."""
         self.placement.residency[block].holders += 1
-        self.placement.release(table.replace(index, block))
+        old = table.replace(index, block)
+        if old in self.placement.running_blocks:
+            self.placement.running_blocks.add(block)
+        self.placement.release(old)
 
     def resize(self, batch: Batch, num_rows: int) -> None:
         """Give an empty batch another number of rows."""

@@ -34,6 +34,7 @@ def stats(runtime: Runtime) -> dict[str, Any]:
             "moves_in_flight": len(runtime.placement.moves) + len(runtime.placement.hung),
             "nvme_sole_reads": metrics.nvme_sole_reads,
             "recomputed_blocks": metrics.recomputed_blocks,
+            "dropped_blocks": metrics.dropped_blocks,
             "untiered_bytes": runtime.untiered_bytes(),
             "stall_s": metrics.stall_s,
         }

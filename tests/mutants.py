@@ -27,7 +27,17 @@ WRONG_MODULE = 97  # exit status of GUARD
 CORE_TESTS = (
     *(
         f"tests/unit/test_{name}.py"
-        for name in ("slots", "breaker", "block_table", "residency", "plan", "manager", "batch", "hanging_moves")
+        for name in (
+            "slots",
+            "breaker",
+            "block_table",
+            "residency",
+            "plan",
+            "manager",
+            "batch",
+            "hanging_moves",
+            "drop",
+        )
     ),
     "tests/stateful/test_manager.py",
 )
@@ -87,6 +97,7 @@ MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
 BREAKER, RING = "kvtier/breaker.py", "kvtier/ring.py"
+LOSSES = "kvtier/losses.py"
 NVME, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "folder", "gpu", "slab"))
 SPACE, OPEN, INDEX, HEADERS, FORMAT = (
     f"kvtier/stores/{name}.py" for name in ("nvme_space", "nvme_open", "slot_index", "slot_headers", "slot_format")
@@ -216,8 +227,8 @@ MUTANTS = [
     Mutant(
         "join counts no holder",
         SEQUENCES,
-        "self.placement.residency[block].holders += 1\n        self.placement.release",
-        "self.placement.residency[block].holders += 0\n        self.placement.release",
+        "self.placement.residency[block].holders += 1\n        old = table",
+        "self.placement.residency[block].holders += 0\n        old = table",
     ),
     Mutant(
         "join on equal tokens alone",
@@ -383,6 +394,29 @@ MUTANTS = [
         MOVER,
         "self.unreadable.add(move.block)",
         "self.unreadable.discard(move.block)",
+    ),
+    # idle blocks dropped for room
+    Mutant(
+        "running blocks are dropped",
+        PLACEMENT,
+        "if block not in self._idle:\n            return False\n",
+        "if block not in self._residency.blocks():\n            return False\n",
+    ),
+    Mutant("what cannot be recomputed is dropped", PLACEMENT, " and block in self._recomputable\n", "\n"),
+    Mutant(
+        "blocks are dropped for a step that cannot fit",
+        PLACEMENT,
+        "if min(may_go, len(found)) < num_slots:",
+        "if not found:",
+    ),
+    Mutant(
+        "a dropped block is forgotten", PLACEMENT, "self.unreadable.add(block)\n        self.metrics", "self.metrics"
+    ),
+    Mutant(
+        "a batch that is mended is idle",
+        LOSSES,
+        "self._manager.enter(self._batch)  #",
+        "self._manager.running()  #",
     ),
     # tiers that rest or grow
     Mutant("a tier that fails is never left alone", BREAKER, "(not self.is_resting or (", "(True or ("),

@@ -16,6 +16,7 @@ from kvtier.policies.fifo import FIFO
 from kvtier.policies.lru import LRU
 from kvtier.policies.mru import MRU
 from kvtier.policies.recency import Recency
+from kvtier.recomputable import Past
 from kvtier.slots import SlotPool
 from kvtier.step import NewColumns, Run, Write
 from kvtier.testing import FakeEngine
@@ -253,8 +254,13 @@ def build(
     max_delay: int = 2,
     fail_frac: float = 0.0,
     labels: Labels | None = None,
+    past: Past = Past.BLOCKS,
+    drops: bool = False,
 ) -> House:
-    """Tiers of that many slots; 0 leaves a tier out. With the default watermarks nothing moves before it must."""
+    """Tiers of that many slots; 0 leaves a tier out. With the default watermarks nothing moves before it must.
+
+    `drops`: idle blocks that can be computed again are dropped when there is no room.
+    """
     slots = {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: nvme}
     pools = {tier: SlotPool(num_slots) for tier, num_slots in slots.items() if num_slots}
     engine, clock = HangingEngine(seed, fail_frac, max_delay), FakeClock()
@@ -275,4 +281,7 @@ def build(
         cells = [engine.bytes_by_slot.get((Tier.GPU, each)) for each in (slot, other)]
         return cells[0] is not None and cells[0] == cells[1]
 
-    return House(TierManager(placement, block_tokens, same_bytes), placement, engine, clock)
+    manager = TierManager(placement, block_tokens, same_bytes, past)
+    if drops:
+        placement.droppable = lambda: manager.recomputable
+    return House(manager, placement, engine, clock)

@@ -11,6 +11,7 @@ from kvtier.hf.cache import CACHE_NAMES, TieredCache, given_cache
 from kvtier.hf.describe import VERIFIED_FAMILIES, cache_keyword, describe, new_untiered, transformers_model
 from kvtier.hf.fingerprint import PLAIN_ARGUMENTS, Fingerprints
 from kvtier.hf.state import CacheState
+from kvtier.hf.untiered import UntieredLayers
 from kvtier.hf.weights import WeightsMark, check_one_adapter, check_own_inputs
 from kvtier.hf.wrapped import WrappedMethod, check_process
 
@@ -22,6 +23,7 @@ __all__ = [
     "Fingerprints",
     "Patch",
     "TieredCache",
+    "UntieredLayers",
     "WeightsMark",
     "WrappedMethod",
     "cache_keyword",

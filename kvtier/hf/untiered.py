@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvtier.errors import UnsupportedError
+from kvtier.recomputable import Past
 
 _FORGOTTEN = (
     "crop({}): layer {} ({}) has dropped the tokens that it would need; start a new cache, or call "
@@ -30,9 +31,11 @@ class UntieredLayers:
         self.measure()
 
     @property
-    def has_states(self) -> bool:
-        """Whether any is of linear attention, whose state sums up all that was ever fed to it."""
-        return any(_in_place(layer) for layer in self.layers.values())
+    def past(self) -> Past:
+        """What it takes to compute tokens again: a state of linear attention sums up all that was ever fed to it."""
+        if any(_in_place(layer) for layer in self.layers.values()):
+            return Past.STATES
+        return Past.WINDOWS if self.layers else Past.BLOCKS
 
     def measure(self) -> None:
         """Let go of what windows do not need, and count what is held."""

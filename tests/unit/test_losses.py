@@ -12,7 +12,8 @@ import pytest
 from kvtier.batch import Batch
 from kvtier.block_table import Made, Span
 from kvtier.errors import BlockLostError, CapacityError
-from kvtier.losses import Compute, Losses, Past
+from kvtier.losses import Compute, Losses
+from kvtier.recomputable import Past
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, MoveResult, MoveStatus, Tier
 from tests.small_tiers import House, build, columns
@@ -49,7 +50,8 @@ def lose(house: House, block: BlockId, only: Tier | None = None) -> None:
 def step(house: House, batch: Batch, new: list[NewColumns]) -> None:
     """As the wrapper: a step that reads garbage is lost."""
     begun = house.manager.begin_step(batch, new)
-    lost = [block for table in batch.tables for block in table.blocks if garbage(house, block)]
+    blocks = [block for table in batch.tables for block in table.blocks]
+    lost = [block for block in blocks if garbage(house, block) or not house.placement.residency[block].copies]
     if lost:
         house.manager.abort_step(begun)
         raise BlockLostError(f"lost {lost}", tuple(lost))
@@ -75,9 +77,9 @@ def opener(house: House, spans: list[Span] | None = None) -> Callable[[Batch], c
     return open_row
 
 
-def mend(house: House, batch: Batch, new: list[NewColumns], past: Past) -> None:
+def mend(house: House, batch: Batch, new: list[NewColumns]) -> None:
     """One step of the batch, mended as the wrapper does it."""
-    losses = Losses(house.manager, batch, new, past, opener(house))
+    losses = Losses(house.manager, batch, new, opener(house))
     try:
         while True:
             try:
@@ -108,7 +110,7 @@ def random_life(seed: int, past: Past) -> tuple[int, int]:
     """Blocks that were lost, and that were recomputed."""
     rng = random.Random(seed)
     num_gpu, num_cpu = rng.randint(6, 9), rng.randint(0, 4)
-    house = checked(build(gpu=num_gpu, cpu=num_cpu, nvme=60, seed=seed, max_delay=rng.randint(0, 3)))
+    house = checked(build(gpu=num_gpu, cpu=num_cpu, nvme=60, seed=seed, max_delay=rng.randint(0, 3), past=past))
     batches, ids = [house.manager.new_batch(rng.randint(1, 2)) for _ in range(2)], iter(range(1, 10_000))
     num_lost = 0
     for _ in range(40):
@@ -132,12 +134,12 @@ def random_life(seed: int, past: Past) -> tuple[int, int]:
             count = rng.randint(1, 5)
             rows = [[next(ids) for _ in range(pads + count)] for _ in range(batch.num_rows)]
             new = [columns([None] * pads + row[pads:] if number else row) for number, row in enumerate(rows)]  # type: ignore[arg-type]
-            mend(house, batch, new, past)
+            mend(house, batch, new)
             for table in batch.tables:
                 assert house.read_alone(table) == table.token_ids()
         house.manager.check_integrity()
     for batch in batches:  # each at once: the next one may evict the good copy of one that is spoilt below
-        mend(house, batch, [columns([next(ids)]) for _ in batch.tables], past)
+        mend(house, batch, [columns([next(ids)]) for _ in batch.tables])
         for table in batch.tables:
             assert house.read_alone(table) == table.token_ids()
     house.manager.check_integrity()
@@ -154,20 +156,20 @@ def test_a_copy_that_a_slower_tier_has_too_is_dropped_and_nothing_computed() -> 
     house.engine.bytes_by_slot[Tier.NVME, slot] = (0, 1, 2, 3)
     house.placement.add_copy(first, Tier.NVME, slot)
     lose(house, first, Tier.CPU)
-    mend(house, batch, [columns([8])], Past.BLOCKS)
+    mend(house, batch, [columns([8])])
     assert house.tiers_of(batch)[0] == "nvme" and house.placement.metrics.recomputed_blocks == 0
     house.check()
 
 
 def test_with_windows_one_pass_mends_all_and_takes_one_block_of_room() -> None:
-    house = checked(build(gpu=2, cpu=0, nvme=6, low_frac=0.0))
+    house = checked(build(gpu=2, cpu=0, nvme=6, low_frac=0.0, past=Past.WINDOWS))
     batch = house.filled(24)
     sweep(house)
     blocks = batch.tables[0].blocks
     for index in (1, 4):
         lose(house, blocks[index])
     spans: list[Span] = []
-    losses = Losses(house.manager, batch, [columns([24])], Past.WINDOWS, opener(house, spans))
+    losses = Losses(house.manager, batch, [columns([24])], opener(house, spans))
     losses.mend([blocks[4], blocks[1]], "lost")
     losses.close()
     assert [span.ids for span in spans] == [list(range(at, at + EACH)) for at in range(0, 20, EACH)]
@@ -184,7 +186,7 @@ def test_no_room_to_recompute_is_an_error_that_says_so() -> None:
     house.append(other, [5, 6, 7, 8])
     lose(house, batch.tables[0].blocks[0])
     before = house.used()
-    losses = Losses(house.manager, batch, [columns([9])], Past.BLOCKS, opener(house))
+    losses = Losses(house.manager, batch, [columns([9])], opener(house))
     with pytest.raises(BlockLostError, match="why; recomputing it failed: no tier takes another block") as caught:
         losses.mend([batch.tables[0].blocks[0]], "why")
     assert isinstance(caught.value.__cause__, CapacityError) and house.used() == before
@@ -200,7 +202,7 @@ def test_no_room_to_recompute_is_an_error_that_says_so() -> None:
     ],
 )
 def test_what_cannot_be_recomputed_says_why(made: Made | None, past: Past, why: str) -> None:
-    house = checked(build(gpu=4))
+    house = checked(build(gpu=4, past=past))
     batch = house.manager.new_batch()
     given = columns([None, 1, 2, 3, 4])
     new = NewColumns(5, given.runs, None if made is None else given.token_ids, None, made or Made.COUNTED)
@@ -208,7 +210,7 @@ def test_what_cannot_be_recomputed_says_why(made: Made | None, past: Past, why: 
     house.write(begun.rows[0].writes[0], [1, 2, 3, 4])
     house.manager.commit_step(begun)
     sweep(house)
-    losses = Losses(house.manager, batch, [columns([5])], past, opener(house))
+    losses = Losses(house.manager, batch, [columns([5])], opener(house))
     with pytest.raises(BlockLostError, match=f"lost; it cannot be recomputed: .*{why}"):
         losses.mend(batch.tables[0].blocks, "lost")
     house.placement.unreadable.update(batch.tables[0].blocks)

@@ -50,9 +50,10 @@ def test_the_tail_is_not_planned() -> None:
     assert plan.rows[0].runs == (SlotRun(Slot(0), 1),)
 
 
-def test_a_block_without_a_copy_is_lost_and_the_error_says_which() -> None:
-    with pytest.raises(BlockLostError, match="block 1 of sequence 1 has no copy"):
-        plan_of([{Tier.GPU: 0}, {}])
+def test_blocks_without_a_copy_are_lost_and_the_error_names_all_of_them() -> None:
+    with pytest.raises(BlockLostError, match="2 blocks of the batch were dropped to make room") as caught:
+        plan_of([{Tier.GPU: 0}, {}, {Tier.CPU: 0}, {}])
+    assert caught.value.blocks == (1, 3)
 
 
 def test_a_block_that_rows_share_is_streamed_once_and_names_them() -> None:

@@ -112,10 +112,6 @@ def test_integrity_sees_what_must_not_be() -> None:
     table.check_integrity()
 
     table = ResidencyTable()
-    table.create(SequenceId(1), 0)
-    broken("no copy and none in flight")
-
-    table = ResidencyTable()
     block = block_on(table, (Tier.CPU, 0))
     table[block].pins[Tier.GPU] = 1
     broken("pinned where it is not")
