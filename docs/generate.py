@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from kvtier.config import KVTierConfig
 from kvtier.config_files import preset_names, read_source
 from kvtier.duration import Duration
+from kvtier.rate import Rate
 from kvtier.size import Size, unit_names
 
 ROOT = Path(__file__).parents[1]
@@ -116,13 +117,22 @@ class Key:
             )
         if float in self.types:
             return "fraction" if self.limits().get("le") == 1 else "number"
-        words = {Size: "size", Duration: "duration", int: "whole number", str: "policy", Path: "path of a folder"}
+        words = {
+            Size: "size",
+            Duration: "duration",
+            Rate: "size in a time",
+            int: "whole number",
+            str: "policy",
+            Path: "path of a folder",
+        }
         return next(words[kind] for kind in self.types)  # a KeyError: a new kind of key, which needs its words
 
     def bounds(self) -> str:
         """The bounds in words; empty where there are none."""
         if Duration in self.types:
             return "0 or more"
+        if Rate in self.types:
+            return "more than 0"
         if Size in self.types:
             return "0 or more" if self._takes(0) else "more than 0"
         limits = self.limits()

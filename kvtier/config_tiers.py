@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from kvtier.duration import Duration
+from kvtier.rate import Rate
 from kvtier.size import Size, SizeUnit
 from kvtier.types import Compression, IoMode, Survives, Tier
 
@@ -52,6 +53,7 @@ def _folder(value: object) -> Path:
 
 
 _Budget = Annotated[Size, PlainValidator(Size.parse), PlainSerializer(str)]
+_Rate = Annotated[Rate, PlainValidator(Rate.parse), PlainSerializer(str)]
 _Duration = Annotated[Duration, PlainValidator(Duration.parse), PlainSerializer(str)]
 _Frac = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, title="a fraction above 0, at most 1")]
 _SIZE_HELP = "a size such as 512MiB, 8GiB, 20GB, a whole number of bytes, or "
@@ -148,6 +150,14 @@ class NvmeTierConfig(Strict):
     measures it), so it pays where the disk is small, slow or worn out by writing, and not where it is fast. Blocks of
     elements of 2 or 4 bytes only, on a file system that can give parts of files back (ext4, xfs, btrfs, tmpfs); others
     are refused when the model is wrapped. Blocks written with either are read with both."""
+    max_writes: _Rate | None = Field(default=None, title="a size a day or an hour such as 2TB/day or 40GB/h")
+    """The most that is written to the files in any day or hour, by all processes that had the `path` one after the
+    other; a temporary folder counts its own process alone. What counts are the bytes handed to the disk, in whole pages
+    and after compression. From half of it on blocks are moved down only when there is no room for new ones. When it is
+    used up the nvme tier takes no blocks until older writes are out of that time: `state` in `stats()` is `limited`,
+    and idle conversations are recomputed instead (`dropped_blocks`). With it, `io: auto` takes `mmap` unmeasured:
+    measuring writes. Less than one block is refused when the model is wrapped. Left out: no limit. Choose it by what
+    the disk is rated for: 600 TB over 5 years are 330GB/day."""
     survives: Survives = Field(default=Survives.KILL, strict=False, title="kill or power_loss")
     """After what every block whose copy down had ended can still be found. `kill` is the death of the process: the
     order of writes is enough, and nothing is flushed. `power_loss` is the death of the machine: each block waits for

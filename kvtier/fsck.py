@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.fsck_report import FsckReport, GeometryReport, NamespaceReport, Outcome, Problem
 from kvtier.fsck_scan import Progress, Scan, ScanSegment, Visit
 from kvtier.stores.file_io import PAGE_BYTES
-from kvtier.stores.folder_entries import EntryKind, namespace_name, namespace_of
+from kvtier.stores.folder_entries import WRITES_NAME, EntryKind, namespace_name, namespace_of
 from kvtier.stores.folder_view import Entry, FolderView, find_folder
 from kvtier.stores.slot_check import (
     SegmentLook,
@@ -30,6 +30,7 @@ from kvtier.stores.slot_check import (
 )
 from kvtier.stores.slot_format import Geometry
 from kvtier.stores.superblock import SegmentKind
+from kvtier.stores.write_ledger import MAX_BYTES, parse_ledger
 
 _LOOKS, _PAUSE_S = 5, 0.1  # at a segment that its owner may be making
 
@@ -101,8 +102,18 @@ class _Check:
                 self._opened_s[namespace_of(entry.name)] = entry.changed_s
             elif entry.kind is EntryKind.SEGMENT:
                 self._look_at_segment(entry)
+            elif entry.name == WRITES_NAME:
+                self._look_at_writes()
         if not self._view.is_private():
             self.report.notices.append("the folder's mode lets others in: the tier makes it 0700 when it opens it")
+
+    def _look_at_writes(self) -> None:
+        with contextlib.suppress(OSError), self._opened(WRITES_NAME) as fd:  # its owner replaces it, or removed it
+            try:
+                parse_ledger(os.pread(fd, MAX_BYTES + 1, 0), time.time())
+            except ValueError as error:
+                what = f"{WRITES_NAME}, the count of bytes written, {error}"
+                self.report.notices.append(f"{what}: the tier takes tiers.nvme.max_writes as used up")
 
     def _look_at_segment(self, entry: Entry) -> None:
         if not entry.is_private:

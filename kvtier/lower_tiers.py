@@ -113,6 +113,7 @@ def _nvme_store(shape: BlockShape, nvme: NvmeTierConfig, num_bytes: int, root: P
         "io": nvme.io,
         "page_cache_bytes": page_cache_bytes,
         "compression": nvme.compression,
+        "max_writes": nvme.max_writes,
     }
     if nvme.path is None:
         return NvmeStore(shape, num_bytes, _own_folder(root), persistent=False, **ways)

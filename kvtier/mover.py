@@ -28,6 +28,7 @@ from kvtier.types import (
     Slot,
     Tier,
 )
+from kvtier.wear import WriteMeter
 
 
 def _is_of_nvme(move: Move) -> bool:
@@ -56,11 +57,13 @@ class Mover:
         io_timeout_s: float,
         labels: Labels | None = None,
         nvme_room: Callable[[], int] | None = None,
+        nvme_writes: WriteMeter | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """Args:
         labels: None where no block outlives the process.
         nvme_room: how many slots of the nvme tier, from 0, can be had now; None: what a full disk took stays gone.
+        nvme_writes: what is written to the nvme tier; None: nobody counts it.
         """
         self.labels = labels
         self.pools = dict(pools)
@@ -70,6 +73,7 @@ class Mover:
         self.regrowth: dict[Tier, Regrowth] = {}
         if nvme_room is not None and Tier.NVME in pools:
             self.regrowth[Tier.NVME] = Regrowth(Tier.NVME.label, pools[Tier.NVME], nvme_room, clock)
+        self.writes = WriteMeter() if nvme_writes is None else nvme_writes
         self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
         self.engine = engine
         self.metrics = metrics
@@ -151,9 +155,13 @@ class Mover:
         self.unreadable.discard(block)
         self.residency.delete(block)
 
-    def takes(self, tier: Tier) -> bool:
-        """Whether a move down into `tier` may start now: it does not hang, and is not out of use after failures."""
-        return self.breakers[tier].allows
+    def takes(self, tier: Tier, *, early: bool = False) -> bool:
+        """Whether a move down into `tier` may start now: it does not hang, is not out of use after failures, and its
+        limit is not reached.
+
+        `early`: the move is not needed yet.
+        """
+        return self.breakers[tier].allows and (tier is not Tier.NVME or self.writes.allows(early=early))
 
     def is_readable(self, tier: Tier) -> bool:
         """Whether what lies in `tier` may be read now: it does not hang."""
@@ -194,6 +202,8 @@ class Mover:
             self.breakers[dest].started(move.move_id)
         if _is_of_nvme(move) and not any(_is_of_nvme(each) for each in self.moves.values() if each is not move):
             self._nvme_ended_s = self._clock()
+        if dest is Tier.NVME:
+            self.writes.begin()
         self.engine.start([move])
         return move
 
@@ -273,6 +283,8 @@ class Mover:
     def _end_hung(self, result: MoveResult) -> None:
         """A move that hung is over. Its slots are free, but for a source that its block still has."""
         move = result.move
+        if move.dest is Tier.NVME:
+            self.writes.end()
         self._held = {slot for other in self.hung.values() for slot in _slots(other)}
         if result.status is MoveStatus.DONE:
             self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
@@ -297,6 +309,8 @@ class Mover:
             raise IntegrityError(f"a result arrived for move {result.move.move_id}, which is not in flight")
         if move.move_id in self._outcomes:
             self._outcomes[move.move_id] = result.status
+        if move.dest is Tier.NVME:
+            self.writes.end()
         record = self.residency[move.block]
         record.move = None
         if _is_of_nvme(move):

@@ -15,6 +15,7 @@ from kvtier.metrics import Metrics
 from kvtier.mover import Mover
 from kvtier.slots import SlotPool
 from kvtier.types import BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
+from kvtier.wear import WriteMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,12 @@ class Placement(Mover):
         io_timeout_s: float,
         labels: Labels | None = None,
         nvme_room: Callable[[], int] | None = None,
+        nvme_writes: WriteMeter | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(
             pools, policies, engine, metrics, block_bytes=block_bytes, io_timeout_s=io_timeout_s, labels=labels,
-            nvme_room=nvme_room, clock=clock,
+            nvme_room=nvme_room, nvme_writes=nvme_writes, clock=clock,
         )  # fmt: skip
         self.watermarks = dict(watermarks)
         self.droppable: Callable[[], Container[BlockId]] | None = None
@@ -181,6 +183,8 @@ class Placement(Mover):
         cause += "".join(
             f"; the {each.label} tier hangs: {each.overdue_error}" for each in self.breakers.values() if each.is_hanging
         )
+        if Tier.NVME in self.pools and self.writes.is_used_up:
+            cause += f"; the nvme tier takes none for now, tiers.nvme.max_writes, {self.writes.limit}, is used up"
         if not cause and self._last_error:
             cause = f"; last error: {self._last_error}"
         return (
@@ -192,8 +196,10 @@ class Placement(Mover):
         """How many blocks are pinned to `tier`. O(blocks): for messages."""
         return sum(1 for block in self.residency.blocks() if self.residency[block].pins[tier])
 
-    def give_up(self, tier: Tier, num_slots: int, *, idle_only: bool = False) -> int:
+    def give_up(self, tier: Tier, num_slots: int, *, idle_only: bool = False, early: bool = False) -> int:
         """Evict or start demoting up to `num_slots` blocks of `tier`; returns how many. Does not wait.
+
+        `early`: nobody needs the slots yet.
 
         Copies that a faster tier has too go first, then blocks of idle sequences, then those of running ones.
         """
@@ -205,7 +211,7 @@ class Placement(Mover):
             for block in self._victims(tier, num_slots - done, _Evictable(self, tier, running)):
                 if self._is_clean(block, tier):
                     self.drop_copy(block, tier)
-                elif (place := self._take_below(tier, num_slots - done, idle_only)) is not None:
+                elif (place := self._take_below(tier, num_slots - done, idle_only, early)) is not None:
                     self.start(block, MovePurpose.DEMOTE, tier, *place)
                 elif self._oldest_first and not running and self.residency[block].is_clean(tier):
                     self.drop_copy(block, tier)  # the tier below hangs: read when it answers again, or recomputed
@@ -247,15 +253,15 @@ class Placement(Mover):
             good += oldest
         return good
 
-    def _take_below(self, tier: Tier, num_wanted: int, idle_only: bool) -> tuple[Tier, Slot] | None:
+    def _take_below(self, tier: Tier, num_wanted: int, idle_only: bool, early: bool) -> tuple[Tier, Slot] | None:
         """A slot on the next slower tier that has one, or None; then something below was started or all is full."""
         below = self.lower(tier)
         while below is not None:
             pool, slot = self.pools[below], None
-            if self.takes(below):
+            if self.takes(below, early=early):
                 slot = pool.take()
                 if slot is None and self._leaving[below] < num_wanted:
-                    self.give_up(below, num_wanted - self._leaving[below], idle_only=idle_only)
+                    self.give_up(below, num_wanted - self._leaving[below], idle_only=idle_only, early=early)
                     slot = pool.take()
             if slot is not None:
                 return below, slot

@@ -125,6 +125,7 @@ class Runtime:
             io_timeout_s=config.io_timeout_s,
             labels=self.labels,
             nvme_room=nvme.reachable_slots if isinstance(nvme, NvmeStore) else None,
+            nvme_writes=nvme.writes if isinstance(nvme, NvmeStore) else None,
         )
         self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes, self._past)
         if config.on_block_loss == "recompute":

@@ -64,7 +64,7 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
         "used_slots": pool.num_used,
         "hit_frac": runtime.metrics.hit_frac(tier),
         "slices_read": runtime.metrics.slices_read[tier],
-        "state": "ok" if breaker is None else breaker.state,
+        "state": _state(runtime, tier),
         "failures": 0 if breaker is None else breaker.num_failed,
     }
     if isinstance(store, NvmeStore):
@@ -77,17 +77,27 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     return {**stats, **_of_nvme(runtime, tier)}
 
 
+def _state(runtime: Runtime, tier: Tier) -> str:
+    breaker = runtime.placement.breakers.get(tier)
+    if breaker is not None and breaker.state != "ok":
+        return breaker.state
+    return "limited" if tier is Tier.NVME and runtime.placement.writes.is_used_up else "ok"
+
+
 def _of_nvme(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     if tier is not Tier.NVME:
         return {}
     each = runtime.group.shape.block_bytes
-    store = runtime.stores.get(tier)
+    store, writes = runtime.stores.get(tier), runtime.placement.writes
     found, quarantined = (store.num_found, store.num_quarantined) if isinstance(store, NvmeStore) else (0, 0)
     return {
         "found": found,
         "quarantined": quarantined,
         "compression": (store.compression if isinstance(store, NvmeStore) else Compression.NONE).value,
         "stored_frac": store.stored_frac if isinstance(store, NvmeStore) else 1.0,
+        "written_bytes": writes.written_bytes,
+        "written_in_period_bytes": writes.in_period_bytes(),
+        "max_writes": "none" if writes.limit is None else str(writes.limit),
         "only_copy_bytes": runtime.placement.residency.num_only_nvme * each,
         "only_copy_peak_bytes": runtime.metrics.only_copy_peak_blocks * each,
     }

@@ -46,7 +46,7 @@ class Upkeep:
             return
         surplus = pool.num_used - placement.leaving(tier) - int(mark.low_frac * pool.ceiling)
         if surplus > 0:
-            placement.give_up(tier, surplus)
+            placement.give_up(tier, surplus, early=True)
 
     def _copy_down(self) -> None:
         """Write-behind: sealed blocks go to the cpu tier while it has room below its low watermark."""
@@ -82,7 +82,7 @@ class Upkeep:
             staying = pool.num_used - placement.leaving(tier)
             room = int(placement.watermarks[tier].low_frac * pool.ceiling) - staying
             if room <= 0:
-                room = placement.give_up(tier, len(spilled), idle_only=True)
+                room = placement.give_up(tier, len(spilled), idle_only=True, early=True)
             for block in spilled[: max(0, room)]:
                 record = placement.residency[block]
                 if record.move is not None:  # listed twice (shared by a fork), or itself demoted to make this room

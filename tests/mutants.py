@@ -37,6 +37,7 @@ CORE_TESTS = (
             "batch",
             "hanging_moves",
             "drop",
+            "wear",
         )
     ),
     "tests/stateful/test_manager.py",
@@ -98,6 +99,7 @@ MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
 BREAKER, RING = "kvtier/breaker.py", "kvtier/ring.py"
 LOSSES = "kvtier/losses.py"
+WEAR = "kvtier/wear.py"
 NVME, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "folder", "gpu", "slab"))
 SPACE, OPEN, INDEX, HEADERS, FORMAT = (
     f"kvtier/stores/{name}.py" for name in ("nvme_space", "nvme_open", "slot_index", "slot_headers", "slot_format")
@@ -296,7 +298,7 @@ MUTANTS = [
     Mutant(
         "promotions push running blocks down",
         PLACEMENT,
-        "self.give_up(below, num_wanted - self._leaving[below], idle_only=idle_only)",
+        "self.give_up(below, num_wanted - self._leaving[below], idle_only=idle_only, early=early)",
         "self.give_up(below, num_wanted - self._leaving[below])",
     ),
     Mutant(
@@ -418,6 +420,21 @@ MUTANTS = [
         "self._manager.enter(self._batch)  #",
         "self._manager.running()  #",
     ),
+    # the limit to what is written
+    Mutant("moves under way are not counted", WEAR, "(self._num_begun + 1) * self._move_bytes <= limit", "0 <= limit"),
+    Mutant(
+        "a window forgets its oldest part",
+        WEAR,
+        "first = (self._clock() - self._period_s) // self._bucket_s",
+        "first = (self._clock() - self._period_s) // self._bucket_s + 1",
+    ),
+    Mutant(
+        "a promise is not in the ledger",
+        WEAR,
+        "self._ledger.save(written, promised_bytes)",
+        "self._ledger.save(written, 0)",
+    ),
+    Mutant("early moves spend all", WEAR, "EARLY_FRAC = 0.5", "EARLY_FRAC = 1.0"),
     # tiers that rest or grow
     Mutant("a tier that fails is never left alone", BREAKER, "(not self.is_resting or (", "(True or ("),
     Mutant("a tier that rests is never tried", BREAKER, "self._probe is None and self._rest.is_over)", "False)"),
@@ -429,7 +446,7 @@ MUTANTS = [
         "if move_id == self._probe:\n                ",
         "if True:\n                ",
     ),
-    Mutant("a resting tier is tried all the same", PLACEMENT, "if self.takes(below):", "if self.pools:"),
+    Mutant("a resting tier is tried all the same", PLACEMENT, "if self.takes(below, early=early):", "if self.pools:"),
     Mutant(
         "no space for a slot with backing is tried for ever",
         MOVER,

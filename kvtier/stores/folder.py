@@ -5,9 +5,12 @@ Every file is 0600 in a folder 0700, is opened relative to the folder's descript
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +20,12 @@ from kvtier.stores.file_io import PAGE_BYTES, FileIo
 from kvtier.stores.folder_entries import (
     LOCK_NAME,
     NAMESPACE_NAME,
+    NEW_SUFFIX,
     SEGMENT_NAME,
+    WRITES_NAME,
     EntryKind,
     entry_kind,
+    is_data,
     namespace_name,
 )
 from kvtier.stores.folder_lock import FILE_FLAGS, claimed_lock_fds, take_lock
@@ -47,6 +53,7 @@ class OwnedFolder:
 
     Attributes:
         io: how its segments are read and written; a store sets its own before it makes or adopts any.
+        count: told of all bytes that go to its segments, likewise.
     """
 
     def __init__(self, path: Path, keep_files: bool = False) -> None:
@@ -63,6 +70,7 @@ class OwnedFolder:
         except OSError as error:
             raise unusable(path, error) from error
         self.io: FileIo = BufferedIo(_PAGE_CACHE_BYTES)
+        self.count: Callable[[int], None] = _count_nothing
         self._lock_fd = claimed_lock_fds.pop(self.path, -1)
         self._owner_pid = os.getpid()
         try:
@@ -97,7 +105,7 @@ class OwnedFolder:
             )
 
     def _remove_files(self) -> None:
-        names = [entry.name for entry in os.scandir(self._fd) if _is_data(entry.name)]
+        names = [entry.name for entry in os.scandir(self._fd) if is_data(entry.name)]
         for name in names:
             self.unlink(name)
 
@@ -127,7 +135,7 @@ class OwnedFolder:
             # By reading and writing on some file systems, so not for nothing.
             if not sparse and status.st_blocks * 512 < num_bytes:
                 os.posix_fallocate(fd, 0, num_bytes)
-            return Segment(fd, self.path / name, num_bytes, self.io)
+            return Segment(fd, self.path / name, num_bytes, self.io, self.count)
         except BaseException:  # a Ctrl-C too: no descriptor is left
             os.close(fd)
             raise
@@ -182,15 +190,47 @@ class OwnedFolder:
                 os.ftruncate(fd, num_bytes)
             # First of all: whoever finds room here does not run out of it in the middle of a write.
             os.posix_fallocate(fd, 0, PAGE_BYTES if sparse else num_bytes)
-            return Segment(fd, self.path / name, num_bytes, self.io)
+            return Segment(fd, self.path / name, num_bytes, self.io, self.count)
         except BaseException:  # a Ctrl-C too: no half-made file is left
             os.close(fd)
             os.unlink(name, dir_fd=self._fd)
             raise
 
+    def read_file(self, name: str, max_bytes: int) -> bytes:
+        """The first bytes of a small file. Raises OSError."""
+        fd = self.open_file(name)
+        try:
+            return os.pread(fd, max_bytes, 0)
+        finally:
+            os.close(fd)
+
+    def replace_file(self, name: str, data: bytes) -> None:
+        """Put a small file in the place of the one of that name, whole and on the medium. Raises OSError: it is not."""
+        new = name + NEW_SUFFIX
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            os.fchmod(fd, 0o600)
+            if os.pwrite(fd, data, 0) != len(data):
+                raise OSError(errno.EIO, f"{self.path / new}: written in part")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(new, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        self.sync()
+
+    def forget_writes(self) -> None:
+        """Remove the count of writes, if there is one. Raises OSError."""
+        for name in (WRITES_NAME, WRITES_NAME + NEW_SUFFIX):
+            with contextlib.suppress(FileNotFoundError):
+                self.unlink(name)
+
     def overhead_bytes(self) -> int:
-        """Allocated bytes of the folder itself and its lock, as `du` counts them; the namespaces' files take none."""
-        return (os.fstat(self._fd).st_blocks + os.fstat(self._lock_fd).st_blocks) * 512
+        """Allocated bytes of the folder, its lock and the count of writes; the namespaces' files take none."""
+        num_blocks = os.fstat(self._fd).st_blocks + os.fstat(self._lock_fd).st_blocks
+        for name in (WRITES_NAME, WRITES_NAME + NEW_SUFFIX):
+            with contextlib.suppress(FileNotFoundError):
+                num_blocks += os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_blocks
+        return num_blocks * 512
 
     def close(self, keep_files: bool) -> None:
         """Give up the lock; unless `keep_files`, remove our files first, and the folder if nothing else is in it."""
@@ -211,8 +251,8 @@ class OwnedFolder:
         self._fd = self._lock_fd = -1
 
 
-def _is_data(name: str) -> bool:
-    return bool(SEGMENT_NAME.fullmatch(name) or NAMESPACE_NAME.fullmatch(name))
+def _count_nothing(num_bytes: int) -> None:
+    """Of a folder that is only looked into, nothing is written."""
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:

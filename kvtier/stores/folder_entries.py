@@ -9,6 +9,9 @@ import stat
 LOCK_NAME = "lock"
 SEGMENT_NAME = re.compile(r"segment-\d{5,}\.kvt")
 NAMESPACE_NAME = re.compile(r"namespace-([0-9a-f]{64})")
+WRITES_NAME = "writes"
+NEW_SUFFIX = ".new"
+_WRITES_NAMES = (WRITES_NAME, WRITES_NAME + NEW_SUFFIX)
 _TEMPORARY_NAME = re.compile(r"(run|new)-\d+-[0-9a-f]+")  # of another process, which shares the folder as its root
 
 
@@ -18,6 +21,7 @@ class EntryKind(enum.Enum):
     LOCK = "lock"
     SEGMENT = "segment"
     NAMESPACE = "namespace"
+    WRITES = "count of bytes written"
     TEMPORARY = "folder of one process"
     STRANGER = "not kvtier's"
 
@@ -31,9 +35,16 @@ def entry_kind(name: str, mode: int) -> EntryKind:
             return EntryKind.SEGMENT
         if NAMESPACE_NAME.fullmatch(name):
             return EntryKind.NAMESPACE
+        if name in _WRITES_NAMES:
+            return EntryKind.WRITES
     if stat.S_ISDIR(mode) and _TEMPORARY_NAME.fullmatch(name):
         return EntryKind.TEMPORARY
     return EntryKind.STRANGER
+
+
+def is_data(name: str) -> bool:
+    """Whether a file of that name goes when a folder is emptied: all but the lock."""
+    return bool(SEGMENT_NAME.fullmatch(name) or NAMESPACE_NAME.fullmatch(name) or name in _WRITES_NAMES)
 
 
 def namespace_name(namespace: bytes) -> str:

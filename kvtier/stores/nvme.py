@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from kvtier.errors import BudgetError, ClosedError, StoreError
+from kvtier.rate import Rate
 from kvtier.stores.base import Store
+from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
-from kvtier.stores.io_choice import choose_io, make_io
+from kvtier.stores.io_choice import IoChoice, choose_io, make_io
 from kvtier.stores.namespaces import Namespaces
 from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes
 from kvtier.stores.nvme_open import held_back, open_space
@@ -22,11 +24,14 @@ from kvtier.stores.slot_index import FoundSlot, SlotIndex
 from kvtier.stores.slot_payload import PayloadCodec
 from kvtier.stores.slot_reader import SlotReader
 from kvtier.stores.space_limits import SpaceLimits, expected_frac
+from kvtier.stores.write_ledger import FolderLedger
 from kvtier.types import BlockShape, Compression, IoMode, Slot, SlotLabel, Survives, Tier
+from kvtier.wear import WriteMeter
 
 __all__ = ["NvmeStore", "min_budget_bytes"]
 
 _DAY_S = 86400.0
+_BOOKKEEPING_BYTES = 3 * PAGE_BYTES  # an old header that is taken back, a new segment's superblock, and one to spare
 
 
 class NvmeStore(Store):
@@ -47,6 +52,7 @@ class NvmeStore(Store):
 
     Attributes:
         io: what was chosen of `mmap` and `direct`, and why.
+        writes: how much was written, and whether a move may write more.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class NvmeStore(Store):
         io: IoMode = IoMode.AUTO,
         page_cache_bytes: int = 256 << 20,
         compression: Compression = Compression.NONE,
+        max_writes: Rate | None = None,
     ) -> None:
         """Own the folder and find what is in it; allocate nothing yet.
 
@@ -77,9 +84,11 @@ class NvmeStore(Store):
             io: how files are read and written. `auto` measures for less than a second where the budget is worth it.
             page_cache_bytes: the most host memory for the files: page cache, or staging where I/O is direct.
             compression: of what is written; whatever is found can be read.
+            max_writes: for `writes`, which says when it is reached; in a persistent folder over all processes. The
+                store itself refuses nothing. With it `auto` does not measure, which would write.
 
         Raises:
-            BudgetError: no room for one slot, or less page cache than the least.
+            BudgetError: no room for one slot, less page cache than the least, or `max_writes` of less than a slot.
             ConfigError: also for a shape or a file system that cannot be compressed.
             FolderInUseError, ConfigError: the folder cannot be had; nothing in it was touched.
             StoreError: the folder can be had, but the disk fails.
@@ -98,6 +107,12 @@ class NvmeStore(Store):
                 f"{self.slot_bytes} and {min_budget_bytes(shape) - self.slot_bytes} for the folder, lock and index. "
                 "Raise it, lower block_tokens, or leave the nvme tier out"
             )
+        move_bytes = self.slot_bytes + _BOOKKEEPING_BYTES
+        if max_writes is not None and max_writes.num_bytes < move_bytes:
+            raise BudgetError(
+                f"tiers.nvme.max_writes is {max_writes}, its minimum is {move_bytes} bytes: one block of "
+                f"{shape.block_tokens} tokens. Raise it, or leave it out for no limit"
+            )
         self.budget_bytes = budget_bytes
         self.persistent = persistent
         syncs = persistent and survives is Survives.POWER_LOSS
@@ -108,7 +123,13 @@ class NvmeStore(Store):
         try:
             if limits.is_sparse:
                 self._folder.check_holes()
-            self.io = choose_io(io, self.folder, min(budget_bytes, limits.free_bytes(self.folder)), shape.slice_bytes)
+            self.writes = self._meter(max_writes, move_bytes)
+            self._folder.count = self.writes.wrote
+            if io is IoMode.AUTO and max_writes is not None:
+                self.io = IoChoice(IoMode.MMAP, "not measured: that would count in tiers.nvme.max_writes")
+            else:
+                room_bytes = min(budget_bytes, limits.free_bytes(self.folder))
+                self.io = choose_io(io, self.folder, room_bytes, shape.slice_bytes)
             self._folder.io = self._io = make_io(self.io.mode, page_cache_bytes)
             self._namespaces = Namespaces(self._folder, namespace_ttl_s)
             self._space = open_space(self._folder, self._geometry, limits, self._namespaces, self._index, sync=syncs)
@@ -119,6 +140,12 @@ class NvmeStore(Store):
             raise
         self._headers = SlotHeaders(self._geometry, self._index, self._namespaces, syncs)
         self.num_slots = self._space.num_slots
+
+    def _meter(self, max_writes: Rate | None, move_bytes: int) -> WriteMeter:
+        if max_writes is not None and self.persistent:
+            return WriteMeter(max_writes, move_bytes, FolderLedger(self._folder))
+        self._folder.forget_writes()  # nobody goes on with the count, and it would be short
+        return WriteMeter(max_writes, move_bytes)
 
     # --- the store's interface
 
@@ -175,6 +202,7 @@ class NvmeStore(Store):
             return
         self._closed = True
         self._space.close()
+        self.writes.close()
         self._index = SlotIndex()
         self._io.close()
         self._folder.close(keep_files=self.persistent)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import NoSpaceError, StoreError
-from kvtier.stores.file_io import FileIo, OpenFile
+from kvtier.stores.file_io import PAGE_BYTES, FileIo, OpenFile
 
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -46,16 +46,22 @@ class Segment:
     So a late write cannot reach a file that it was not meant for.
     """
 
-    def __init__(self, fd: int, path: Path, num_bytes: int, io: FileIo) -> None:
-        """Own `fd` from here on. Raises OSError if it cannot be set up for `io`; it then stays the caller's."""
+    def __init__(self, fd: int, path: Path, num_bytes: int, io: FileIo, count: Callable[[int], None]) -> None:
+        """Own `fd` from here on. Raises OSError if it cannot be set up for `io`; it then stays the caller's.
+
+        `count` is told of the bytes of each write before it, in whole pages: the medium is written in no less.
+        """
         io.prepare(fd)
         self.path = path
         self.num_bytes = num_bytes
         self._file = OpenFile(fd, path)
         self._io = io
+        self._count = count
 
     def write(self, offset_bytes: int, data: npt.NDArray[np.uint8]) -> None:
         """Write all of `data`. Raises OSError; what lies at the place is then undefined."""
+        first, last = offset_bytes // PAGE_BYTES, -(-(offset_bytes + data.nbytes) // PAGE_BYTES)
+        self._count((last - first) * PAGE_BYTES)
         self._io.write(self._file, offset_bytes, data)
 
     def read(self, offset_bytes: int, out: npt.NDArray[np.uint8]) -> None:
