@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,3 +40,19 @@ def ctrl_c_raises() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that `pwrite` puts into the nvme tier's segment files from here on, one entry a call."""
+    counts: list[int] = []
+    original = os.pwrite
+
+    def counting(fd: int, data: Any, offset: int) -> int:
+        done = original(fd, data, offset)
+        if "segment-" in os.readlink(f"/proc/self/fd/{fd}"):
+            counts.append(done)
+        return done
+
+    monkeypatch.setattr("os.pwrite", counting)
+    return counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,6 @@ CELLS = [
 ]  # fmt: skip
 NUM_BLOCKS = 12
 """What the limit lets be written, of the 24 blocks of one conversation."""
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that `pwrite` put into segment files, one entry a call."""
-    counts, original = [], os.pwrite
-
-    def counting(fd: int, data: Any, offset: int) -> int:
-        done = original(fd, data, offset)
-        if "segment-" in os.readlink(f"/proc/self/fd/{fd}"):
-            counts.append(done)
-        return done
-
-    monkeypatch.setattr("os.pwrite", counting)
-    return counts
 
 
 @functools.cache

@@ -31,21 +31,6 @@ LIMIT = Rate.parse("1GiB/day")
 MOVE_BYTES = SLOT_BYTES + 3 * PAGE_BYTES
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that `pwrite` put into segment files, one entry a call."""
-    counts, original = [], os.pwrite
-
-    def counting(fd: int, data: Any, offset: int) -> int:
-        done = original(fd, data, offset)
-        if "segment-" in os.readlink(f"/proc/self/fd/{fd}"):
-            counts.append(done)
-        return done
-
-    monkeypatch.setattr("os.pwrite", counting)
-    return counts
-
-
 def limited(folder: Path, **more: Any) -> NvmeStore:
     return open_store(folder, **{"max_writes": LIMIT, **more})
 

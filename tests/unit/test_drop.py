@@ -167,6 +167,22 @@ def test_a_batch_that_is_mended_outside_of_generate_keeps_what_was_mended(past: 
     house.manager.check_integrity()
 
 
+def test_rows_that_are_mended_do_not_cost_each_other_their_blocks() -> None:
+    """Nothing pins a tail that was mended, and this policy would name it first."""
+    house = build(4, 0, 0, drops=True, policies={Tier.GPU: MRU()}, **NO_BACKGROUND)
+    batch, other = house.manager.new_batch(2), house.manager.new_batch()
+    house.append(batch, [[1, 2], [3, 4]])
+    house.append(other, list(range(100, 116)))
+    assert gone(house, [batch]) == [0] and house.placement.metrics.dropped_blocks == 2
+    losses = Losses(house.manager, batch, [columns([5]), columns([6])], opener(house))
+    losses.mend(losses.known(), "known")
+    losses.close()
+    assert house.placement.metrics.recomputed_blocks == 2 and not losses.known()
+    house.append(batch, [[5], [6]])
+    assert house.read_rows(batch) == [[1, 2, 5], [3, 4, 6]] and house.placement.metrics.recomputed_blocks == 2
+    house.manager.check_integrity()
+
+
 def test_a_batch_too_large_to_be_mended_is_short_of_room_and_not_broken() -> None:
     house = build(3, 0, 1, drops=True, **NO_BACKGROUND)
     batch = house.filled(16)
