@@ -411,8 +411,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         if self.placement.droppable is not None:
             places = [Tier.GPU, *(tier for tier in lower if self.placement.takes(tier))]
-            idle = [b for b in residency.blocks() if b not in self.placement.running_blocks and b not in pinned]
-            idle = [b for b in idle if any(tier in residency[b].copies for tier in places)]
+            idle = {block for tier in places for block in self.free_to_go(tier)} - pinned
+            idle -= self.placement.running_blocks
             assert min(len(movable), sum(b in self.manager.recomputable for b in idle)) < needed
         readable = [tier for tier in lower if self.placement.is_readable(tier)]
         for block in movable:
