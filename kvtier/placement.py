@@ -127,6 +127,15 @@ class Placement(Mover):
 
     def _give_up_oldest(self, tier: Tier, num_slots: int) -> None:
         """The last resort before CapacityError: a policy that names too few blocks must not stop the house."""
+        for running in (False, True):
+            # `give_up` stops at a block that has no place; a clean one behind it needs none.
+            evictable = _Evictable(self, tier, running)
+            for block in self.residency.blocks():
+                if num_slots and block in evictable and self._is_clean(block, tier):
+                    self.drop_copy(block, tier)
+                    num_slots -= 1
+        if not num_slots:
+            return
         self._oldest_first = True
         try:
             self.give_up(tier, num_slots)
