@@ -388,7 +388,14 @@ class ManagerMachine(RuleBasedStateMachine):
         if step.tail_slot is not None:
             tail = [token.cell for token in row.tokens[row.num_tokens - row.tail_tokens :]]
             assert list(self.house.cells(Tier.GPU, step.tail_slot)[: len(tail)]) == tail
-            assert (step.tail_copy is not None) is (num_new > 0 and self.copies_tail(row))
+            expected = num_new > 0 and (self.copies_tail(row) or self.tail_is_held(step))
+            assert (step.tail_copy is not None) is expected
+
+    def tail_is_held(self, step: RowStep) -> bool:
+        """Whether a move that hangs may still read the tail's slot, so that nothing may be appended there."""
+        assert step.table.tail is not None
+        slot = self.placement.residency[step.table.tail].copies.get(Tier.GPU)
+        return slot is not None and self.placement.is_held(Tier.GPU, slot)
 
     def copies_tail(self, row: ModelRow) -> bool:
         return row.blocks[-1].sealed or self.holders(row.blocks[-1]) > 1
