@@ -325,7 +325,7 @@ def test_the_source_of_a_write_that_hangs_is_not_given_to_another(
     if not is_held:
         monkeypatch.setattr("kvtier.mover._slots", lambda move: set())
     model = deep()
-    with TieredKV(model, config_of(tmp_path, "blockwise", cpu_blocks=0, gpu_slots=8)) as tiered:
+    with TieredKV(model, config_of(tmp_path, "blockwise", cpu_blocks=0, gpu_slots=8, on_block_loss="raise")) as tiered:
         store, cache = interposed(tiered), tiered.new_cache()
         num_slots = tiered.stats()["tiers"]["gpu"]["num_slots"]
         tiered.generate(tokens(100), cache=cache, max_new_tokens=2)
