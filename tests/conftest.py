@@ -29,6 +29,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The table of faults is made where all tests' reports come together: not on the workers of xdist."""
+    if hasattr(config, "workerinput"):
+        return
+    from tests.fault.run import FaultTable
+
+    config.pluginmanager.register(FaultTable(config))
+
+
 @pytest.fixture(autouse=True)
 def _every_message_is_logged_anew() -> None:
     rate_limit.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import weakref
@@ -20,6 +21,12 @@ _STALLS_MAX = 8  # calls in a row that end without a whole page: no disk does th
 Bytes = npt.NDArray[np.uint8]
 
 
+def close_fd(fd: int) -> None:
+    """Close a descriptor. It is gone whatever Linux says of it, and what a block lost its checksums tell."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 class OpenFile:
     """A descriptor and its path, for messages. The descriptor closes when the last user lets go."""
 
@@ -27,7 +34,7 @@ class OpenFile:
         self.fd = fd
         self.path = path
         # Not at the interpreter's exit: a write that still hangs must not go on into a file that got its number.
-        weakref.finalize(self, os.close, fd).atexit = False
+        weakref.finalize(self, close_fd, fd).atexit = False
 
 
 class FileIo(ABC):

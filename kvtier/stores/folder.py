@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, StoreError
 from kvtier.stores.buffered_io import BufferedIo
-from kvtier.stores.file_io import PAGE_BYTES, FileIo
+from kvtier.stores.file_io import PAGE_BYTES, FileIo, close_fd
 from kvtier.stores.folder_entries import (
     LOCK_NAME,
     NAMESPACE_NAME,
@@ -137,7 +137,7 @@ class OwnedFolder:
                 os.posix_fallocate(fd, 0, num_bytes)
             return Segment(fd, self.path / name, num_bytes, self.io, self.count)
         except BaseException:  # a Ctrl-C too: no descriptor is left
-            os.close(fd)
+            close_fd(fd)
             raise
 
     def check_holes(self) -> None:
@@ -164,7 +164,7 @@ class OwnedFolder:
         try:
             os.utime(fd)
         finally:
-            os.close(fd)
+            close_fd(fd)
 
     def drop_namespace(self, namespace: bytes) -> None:
         """Forget when a namespace was last opened. Raises OSError."""
@@ -192,7 +192,7 @@ class OwnedFolder:
             os.posix_fallocate(fd, 0, PAGE_BYTES if sparse else num_bytes)
             return Segment(fd, self.path / name, num_bytes, self.io, self.count)
         except BaseException:  # a Ctrl-C too: no half-made file is left
-            os.close(fd)
+            close_fd(fd)
             os.unlink(name, dir_fd=self._fd)
             raise
 
@@ -247,7 +247,7 @@ class OwnedFolder:
     def _close_fds(self) -> None:
         for fd in (self._fd, self._lock_fd):
             if fd >= 0:
-                os.close(fd)
+                close_fd(fd)
         self._fd = self._lock_fd = -1
 
 

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from kvtier.errors import ConfigError, FolderInUseError
+from kvtier.stores.file_io import close_fd
 from kvtier.stores.folder_entries import LOCK_NAME
 
 FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -27,7 +28,7 @@ def lock_owner(folder_fd: int) -> str | None:
     except BlockingIOError:
         return _owner(fd)
     finally:
-        os.close(fd)
+        close_fd(fd)
     return None
 
 
@@ -55,6 +56,6 @@ def take_lock(folder_fd: int, path: Path) -> int:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     except BaseException:  # a Ctrl-C too: no lock is left
-        os.close(fd)
+        close_fd(fd)
         raise
     return fd

@@ -172,10 +172,10 @@ class NvmeStore(Store):
         except StoreError:
             raise
         except OSError as error:
-            segment, _ = self._space.locate(slot)
+            path = self._space.path_of(slot)
             if error.errno in NO_SPACE_ERRNOS:  # copy-on-write file systems allocate again
-                raise no_space(error, segment.path, self._space.backed_slots()) from error
-            raise io_error(error, f"writing slot {slot}", segment.path) from error
+                raise no_space(error, path, self._space.backed_slots()) from error
+            raise io_error(error, f"writing slot {slot}", path) from error
         self._index.readable(slot, payload)
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import bisect
 import itertools
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvtier.errors import ClosedError, IntegrityError, NoSpaceError
 from kvtier.stores.file_io import PAGE_BYTES
@@ -58,6 +59,11 @@ class SegmentSpace:
         """The segment of a slot that has backing, and where in it the slot begins."""
         index, number = self._place(slot)
         return self.segments[index], PAGE_BYTES + number * self._geometry.slot_bytes
+
+    def path_of(self, slot: Slot) -> Path:
+        """For messages: the file of a slot, or the folder where it has none yet."""
+        index, _ = self._place(slot)
+        return self.segments[index].path if index < len(self.segments) else self._folder.path
 
     def locate_for_write(self, slot: Slot) -> tuple[Segment, int]:
         """As `locate`; makes the segments up to the slot's.
@@ -182,11 +188,14 @@ class SegmentSpace:
                 if num_slots == 1:
                     raise no_space(error, path, available) from error
                 num_slots //= 2  # a quota or a file size limit: no call tells how much is left
-        # Measured, since no formula knows every file system (huge pages of a tmpfs, extent sizes of xfs).
-        used_bytes = self._bytes_with(segment, num_slots)
-        if used_bytes > self._limits.budget_bytes:
+        try:
+            # Measured, since no formula knows every file system (huge pages of a tmpfs, extent sizes of xfs).
+            used_bytes = self._bytes_with(segment, num_slots)
+            if used_bytes > self._limits.budget_bytes:
+                raise NoSpaceError(f"nvme store: {path} would bring the folder to {used_bytes} bytes", available)
+        except BaseException:  # a Ctrl-C too: a file that is in no account would take room beyond the budget
             self._folder.unlink(name)
-            raise NoSpaceError(f"nvme store: {path} would bring the folder to {used_bytes} bytes", available)
+            raise
         self._is_short = num_slots < planned
         return segment
 
@@ -238,21 +247,29 @@ class SegmentSpace:
     def _headroom_bytes(self) -> int:
         return self._limits.free_bytes(self._folder.path)
 
-    def _room_bytes(self) -> int:
-        """What further segments may take of the disk: its headroom and what others have; none if it cannot be asked."""
+    def _known_headroom_bytes(self) -> int:
+        """As `_headroom_bytes`; none on a disk that cannot be asked."""
         try:
-            return self._headroom_bytes() + self.others.num_bytes
+            return self._headroom_bytes()
         except OSError:
             return 0
+
+    def _room_bytes(self) -> int:
+        """What further segments may take of the disk: its headroom and what others have."""
+        return self._known_headroom_bytes() + self.others.num_bytes
 
     # --- bytes
 
     def used_bytes(self) -> int:
-        """Allocated bytes of the folder, its lock and all files, as `du` counts them; 0 after close."""
+        """Allocated bytes of the folder, its lock and all files, as `du` counts them; 0 after close. StoreError."""
         if self._closed:
             return 0
-        files_bytes = sum(segment.allocated_bytes() for segment in list(self.segments))
-        return self._folder.overhead_bytes() + files_bytes + self.others.num_bytes
+        try:
+            files_bytes = sum(segment.allocated_bytes() for segment in list(self.segments))
+            files_bytes += self._folder.overhead_bytes()
+        except OSError as error:
+            raise io_error(error, "counting what the files take", self._folder.path) from error
+        return files_bytes + self.others.num_bytes
 
     def peak_bytes(self) -> int:
         """The most that `used_bytes` ever was: files shrink only where one of others is given up."""

@@ -170,7 +170,7 @@ class SparseSpace(SegmentSpace):
                 return 0
             more_bytes = self._limits.expected_slot_bytes(self._geometry)
             fits_budget = self._taken_bytes() + more_bytes <= self._limits.budget_bytes
-            if not fits_budget or self._headroom_bytes() < more_bytes:
+            if not fits_budget or self._known_headroom_bytes() < more_bytes:
                 return 0
             self._ceiling = self.num_slots
             return self._made_slots() if self._is_short else self.num_slots
@@ -204,7 +204,7 @@ class SparseSpace(SegmentSpace):
 
     def ceiling_bytes(self) -> int:
         """What `used_bytes` can reach now: the budget, or less where the disk has no room."""
-        return min(self._limits.budget_bytes, self.used_bytes() + self._headroom_bytes())
+        return min(self._limits.budget_bytes, self.used_bytes() + self._known_headroom_bytes())
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if files are not what was planned or counted, or take more than the budget."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.stores.file_io import PAGE_BYTES
+from kvtier.stores.file_io import PAGE_BYTES, close_fd
 from kvtier.stores.folder import OwnedFolder, SegmentFile
 from kvtier.stores.slot_format import HEADER, Geometry, Headers
 from kvtier.stores.superblock import SegmentKind, read_superblock
@@ -73,7 +73,7 @@ def _look(folder: OwnedFolder, file: SegmentFile, max_bytes: int) -> FoundSegmen
         try:
             page = np.frombuffer(os.pread(fd, PAGE_BYTES, 0), np.uint8)
         finally:
-            os.close(fd)
+            close_fd(fd)
     except OSError:
         return damaged
     kind, geometry, num_slots = read_superblock(page)
@@ -110,7 +110,7 @@ def _headers(folder: OwnedFolder, segment: FoundSegment, start: int, num_rows: i
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # reading ahead would read the payloads
         _read_rows(fd, geometry, slots, raw)
     finally:
-        os.close(fd)
+        close_fd(fd)
     return geometry.parse(raw)
 
 
@@ -132,7 +132,7 @@ def _namespaces(folder: OwnedFolder, segment: FoundSegment) -> set[bytes]:
             fields = raw[: len(slots)].view(HEADER)[:, 0]
             seen |= _distinct(fields["namespace"][geometry.is_magic(fields)])
     finally:
-        os.close(fd)
+        close_fd(fd)
     return seen
 
 

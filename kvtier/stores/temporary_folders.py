@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from kvtier.errors import ConfigError, FolderInUseError
+from kvtier.stores.file_io import close_fd
 from kvtier.stores.folder import OwnedFolder, unusable
 from kvtier.stores.folder_lock import claimed_lock_fds, take_lock
 
@@ -28,7 +29,7 @@ def temporary_folder(root: Path) -> Path:
         try:
             lock_fd = take_lock(folder_fd, hidden)
         finally:
-            os.close(folder_fd)
+            close_fd(folder_fd)
         hidden.rename(final)
     except OSError as error:
         raise unusable(root, error) from error

@@ -1,0 +1,93 @@
+"""The run that makes the table of faults: gathers what all tests say, judges it, and leaves it for `make docs`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault.table import cells, merged, problems
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / ".reliability.json"
+"""Of the last run of all tests of tests/fault that passed; not in git."""
+_SELECTIONS = (
+    "keyword",
+    "markexpr",
+    "deselect",
+    "ignore",
+    "ignore_glob",
+    "lf",
+    "last_failed",
+    "stepwise",
+    "collectonly",
+)
+
+
+class FaultTable:
+    """A pytest plugin, of the process that reports (with xdist: not of the workers)."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._properties: list[tuple[str, Any]] = []
+        self._problems: list[str] = []
+        self._is_told = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":  # it has all that the test said
+            self._properties += report.user_properties
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """A whole run without a failure is judged; any other says nothing of the table."""
+        if exitstatus or not is_whole(self._config):
+            return
+        self._is_told = True
+        rows = merged(self._properties)
+        self._problems = problems(rows)
+        if self._problems:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            return
+        document = {**where(), "rows": [cells(row, met) for row, met in rows.items()]}
+        RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self._is_told:
+            return
+        for problem in self._problems:
+            terminalreporter.write_line(f"table of faults: {problem}", red=True)
+        if not self._problems:
+            terminalreporter.write_line(f"table of faults: every row passes; {RESULT.name} is for `make docs`")
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether all of tests/fault was asked for."""
+    if any(getattr(config.option, name, None) for name in _SELECTIONS):
+        return False
+    base = config.rootpath if config.args_source is pytest.Config.ArgsSource.TESTPATHS else config.invocation_params.dir
+    return any((ROOT / "tests" / "fault").is_relative_to(Path(base, each).resolve()) for each in config.args)
+
+
+def where() -> dict[str, str]:
+    """When, of what and on what the run was."""
+    import torch
+    import transformers
+
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": _git("rev-parse", "--short=12", "HEAD") + (" and changes" if _git("status", "--porcelain") else ""),
+        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), {platform.system()} {platform.release()}, no GPU",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+    }
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
