@@ -79,10 +79,11 @@ def where() -> dict[str, str]:
     import torch
     import transformers
 
+    system = f"{platform.system()} {platform.release()}"
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": _git("rev-parse", "--short=12", "HEAD") + (" and changes" if _git("status", "--porcelain") else ""),
-        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), {platform.system()} {platform.release()}, no GPU",
+        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), {system}, no GPU",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
     }

@@ -32,6 +32,7 @@ from kvtier.stores.slot_format import HEADER, SLICE, Geometry, Payload, checksum
 from kvtier.system import allocated_bytes
 from kvtier.types import BlockShape, Compression, Slot, SlotLabel
 from tests.fault.folders import edit, label, namespace, segments
+from tests.fault.table import Row, report
 
 SHAPE = BlockShape(num_layers=3, kv_heads=2, block_tokens=64, key_dim=64, value_dim=64, element_bytes=2)
 """Slices of 32 KiB: a slot of 25 pages, 18 or so when compressed."""
@@ -648,7 +649,7 @@ def test_copies_with_holes_of_zeros_are_filled_before_they_are_used(tmp_path: Pa
 # --- threads and kills
 
 
-def test_32_threads_on_their_own_slots(tmp_path: Path) -> None:
+def test_32_threads_on_their_own_slots(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     store = open_store(tmp_path / "kv", 8 << 20)
     errors: list[BaseException] = []
 
@@ -671,6 +672,7 @@ def test_32_threads_on_their_own_slots(tmp_path: Path) -> None:
     assert not errors, errors
     assert_within(store)
     store.close()
+    report(request, Row.THREADS, absorbed=32 * 12)
 
 
 def test_threads_at_the_end_of_the_budget_never_pass_it(tmp_path: Path) -> None:
@@ -736,9 +738,11 @@ KILLED = """
 
 
 @pytest.mark.slow
-def test_kills_during_writes_lose_no_committed_block_and_leak_no_page(tmp_path: Path) -> None:
+def test_kills_during_writes_lose_no_committed_block_and_leak_no_page(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     folder, held, chance = tmp_path / "kv", {}, random.Random(2)
-    during = 0
+    during = detected = 0
     for turn in range(6):
         command = [sys.executable, "-c", textwrap.dedent(KILLED), str(folder), str(turn)]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
@@ -758,6 +762,7 @@ def test_kills_during_writes_lose_no_committed_block_and_leak_no_page(tmp_path: 
                     num_ended += 1000
             during += begun is not None
         store = open_store(folder)
+        detected += store.num_quarantined > 0
         for slot, number in held.items():
             assert store.find(label(number)) == slot
             contents = (block(number, spread) for spread in (0.1, 6.0))
@@ -768,6 +773,7 @@ def test_kills_during_writes_lose_no_committed_block_and_leak_no_page(tmp_path: 
         assert on_disk - needed < (len(segments(folder)) * 3 + 16) * PAGE_BYTES
         store.close()
     assert during >= 3
+    report(request, Row.KILL_STORE, detected=detected, absorbed=6 - detected)
 
 
 def _stored(store: NvmeStore, slot: int) -> int:

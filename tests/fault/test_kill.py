@@ -18,18 +18,22 @@ from kvtier.types import Slot, Survives
 from tests import crash
 from tests.e2e.families import small_config, tiny, tokens
 from tests.fault.folders import filled, open_store, served, write
+from tests.fault.table import Row, report
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_three_kills_in_the_middle_of_writing_lose_no_committed_block(tmp_path: Path) -> None:
+def test_three_kills_in_the_middle_of_writing_lose_no_committed_block(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """What `make crash` does two hundred times."""
     result = crash.run(tmp_path / "kv", 3, seed=2, say=lambda line: None)
     assert result.num_kills == 3
     assert result.num_found == result.num_looked_for > 60
     assert result.num_wrong == 0
     assert result.fewest_new_blocks >= crash.MIN_NEW_BLOCKS
+    report(request, Row.KILL_STORE, absorbed=3)
 
 
 def test_the_verdict_of_make_crash_can_fail() -> None:
@@ -54,7 +58,9 @@ def test_the_verdict_of_make_crash_can_fail() -> None:
 
 @pytest.mark.parametrize("survives", Survives)
 @pytest.mark.parametrize("hash_seed", ["0", "1", "12345"])
-def test_a_killed_owner_leaves_its_blocks_and_no_lock(tmp_path: Path, survives: Survives, hash_seed: str) -> None:
+def test_a_killed_owner_leaves_its_blocks_and_no_lock(
+    tmp_path: Path, survives: Survives, hash_seed: str, request: pytest.FixtureRequest
+) -> None:
     code = f"""
         import sys, time
         from pathlib import Path
@@ -73,8 +79,9 @@ def test_a_killed_owner_leaves_its_blocks_and_no_lock(tmp_path: Path, survives: 
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        with pytest.raises(FolderInUseError, match=str(child.pid)):
-            open_store(tmp_path / "kv")
+        for _ in range(2):
+            with pytest.raises(FolderInUseError, match=str(child.pid)):
+                open_store(tmp_path / "kv")
         child.send_signal(signal.SIGKILL)
     store = open_store(tmp_path / "kv")
     labels = [store.label(Slot(slot)) for slot in store.found()]
@@ -83,6 +90,8 @@ def test_a_killed_owner_leaves_its_blocks_and_no_lock(tmp_path: Path, survives: 
     assert set(range(12)) <= right == set(numbers) and not refused and not wrong
     assert len(right) == store.num_found
     assert store.num_quarantined <= 1
+    report(request, Row.KILL_STORE, detected=store.num_quarantined, absorbed=1 - store.num_quarantined)
+    report(request, Row.TWO_PROCESSES, detected=2)
     write(store, range(20))
     store.check_integrity()
     store.close()

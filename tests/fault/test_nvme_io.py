@@ -35,6 +35,7 @@ from kvtier.stores.staging import BUFFER_BYTES, StagingPool, page_aligned
 from kvtier.system import filesystem_kind, is_memory_backed, open_fds, resident_file_bytes
 from kvtier.testing.stores import SHAPES, random_block, read, read_slice
 from kvtier.types import BlockShape, IoMode, Slot
+from tests.fault.table import Row, report
 
 MODES = [IoMode.MMAP, IoMode.DIRECT]
 MIB = 1 << 20
@@ -114,7 +115,9 @@ def failing(code: int) -> Callable[..., int]:
 @pytest.mark.parametrize("io", MODES)
 @pytest.mark.parametrize("shape", [SHAPES["unaligned"], SHAPES["plain"], LARGE], ids=["unaligned", "plain", "large"])
 @pytest.mark.parametrize("num_bytes", [1, 100, PAGE_BYTES, PAGE_BYTES + 1000])
-def test_a_short_read_at_any_call_is_continued(tmp_path: Path, io: IoMode, shape: BlockShape, num_bytes: int) -> None:
+def test_a_short_read_at_any_call_is_continued(
+    tmp_path: Path, io: IoMode, shape: BlockShape, num_bytes: int, request: pytest.FixtureRequest
+) -> None:
     store = open_store(tmp_path / "kv", io, shape, budget_bytes=16 * MIB)
     blocks = [random_block(store, slot) for slot in range(2)]
     for slot, block in enumerate(blocks):
@@ -128,6 +131,7 @@ def test_a_short_read_at_any_call_is_continued(tmp_path: Path, io: IoMode, shape
         if calls.num_calls <= at:
             break
     assert at >= 2  # one call at least for each read
+    report(request, Row.SHORT_READS, absorbed=at)
     assert is_idle(store)
     store.close()
 
@@ -178,7 +182,9 @@ def test_a_truncated_file_is_a_short_read(tmp_path: Path, io: IoMode, left_bytes
 @pytest.mark.parametrize("io", MODES)
 @pytest.mark.parametrize("shape", [SHAPES["unaligned"], LARGE], ids=["unaligned", "large"])
 @pytest.mark.parametrize("num_bytes", [512, PAGE_BYTES + 512])  # whole sectors, as O_DIRECT writes, but not whole pages
-def test_a_short_write_at_any_call_is_continued(tmp_path: Path, io: IoMode, shape: BlockShape, num_bytes: int) -> None:
+def test_a_short_write_at_any_call_is_continued(
+    tmp_path: Path, io: IoMode, shape: BlockShape, num_bytes: int, request: pytest.FixtureRequest
+) -> None:
     store = open_store(tmp_path / "kv", io, shape, budget_bytes=16 * MIB)
     real, calls = os.pwrite, 0
     for at in itertools.count():
@@ -196,6 +202,7 @@ def test_a_short_write_at_any_call_is_continued(tmp_path: Path, io: IoMode, shap
         if calls <= at:
             break
     assert at >= 1
+    report(request, Row.SHORT_WRITES, absorbed=at)
     store.close()
 
 

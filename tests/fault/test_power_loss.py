@@ -18,6 +18,7 @@ from kvtier.stores.segment import Segment
 from kvtier.types import BlockShape, Compression, Slot, Survives
 from tests.fault import folders
 from tests.fault.folders import SHAPE, block, open_store, served, write
+from tests.fault.table import Row, report
 
 BUDGET_BYTES = 400 << 10
 NUM_BLOCKS = 110
@@ -175,10 +176,29 @@ class Disk:
 
 @dataclass
 class Outcome:
+    """What all power losses came to: blocks, and losses of power."""
+
     lost: int = 0
     wrong: int = 0
     refused: int = 0
     right: int = 0
+    num_cuts: int = 0
+    num_reached: int = 0
+    """Where something was on its way to the medium."""
+    num_detected: int = 0
+    """And a slot was not trusted, or a block whose write had returned was refused or missed."""
+
+    def report(self, request: pytest.FixtureRequest, row: Row, wrong_unchecked: int = 0) -> None:
+        report(
+            request,
+            row,
+            injected=self.num_cuts,
+            reached=self.num_reached,
+            detected=self.num_detected,
+            absorbed=self.num_reached - self.num_detected,
+            wrong=self.wrong,
+            wrong_unchecked=wrong_unchecked,
+        )
 
 
 def replay(
@@ -193,10 +213,15 @@ def replay(
     outcome = Outcome()
     for disk in prefixes(events, sorted(chance.choices(range(len(events) + 1), k=num_prefixes)), syncs):
         disk.lose_power(folder, chance)
+        is_reached = any(disk.pending.values()) or disk.named != set(disk.durable)
         store = open_store(folder, BUDGET_BYTES, compression=compression)
         right, refused, wrong = served(store, range(NUM_BLOCKS))
         store.check_integrity()
+        is_seen = store.num_quarantined or refused or not set(disk.committed.values()) <= right
         store.close()
+        outcome.num_cuts += 1
+        outcome.num_reached += is_reached
+        outcome.num_detected += bool(is_reached and is_seen)
         outcome.wrong += len(wrong)
         outcome.refused += len(refused)
         outcome.right += len(right)
@@ -215,20 +240,21 @@ def prefixes(events: list[Event], ends: list[int], syncs: bool) -> Iterator[Disk
 
 @pytest.mark.slow
 def test_power_loss_serves_nothing_wrong_and_loses_no_block_whose_write_had_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     events = record(tmp_path / "first", Survives.POWER_LOSS, monkeypatch)
     assert sum(isinstance(event, Write) for event in events) > 250
     outcome = replay(events, tmp_path / "after", 1000)
     assert outcome.wrong == outcome.lost == 0
     assert outcome.right > 5000
+    outcome.report(request, Row.POWER_LOSS)
     # The control: on a disk whose syncs do nothing, blocks are lost. None is served wrong even then.
     outcome = replay(events, tmp_path / "after", 100, syncs=False)
     assert outcome.lost > 100 and outcome.wrong == 0
 
 
 def test_power_loss_of_what_survives_a_kill_alone_serves_nothing_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     events = record(tmp_path / "first", Survives.KILL, monkeypatch)
     assert not any(isinstance(event, Sync) for event in events)
@@ -236,7 +262,9 @@ def test_power_loss_of_what_survives_a_kill_alone_serves_nothing_wrong(
     assert outcome.wrong == 0 and outcome.lost > 100 and outcome.refused > 100
     # The control: with verification switched off, what was refused is served.
     monkeypatch.setattr("kvtier.stores.slot_reader._verify", lambda *_: None)
-    assert replay(events, tmp_path / "after", 50).wrong > 25
+    unchecked = replay(events, tmp_path / "after", 50)
+    assert unchecked.wrong > 25
+    outcome.report(request, Row.POWER_LOSS_OF_KILL, unchecked.wrong)
 
 
 def compressible(number: int, of: int = 0, shape: BlockShape = SHAPE) -> torch.Tensor:
@@ -249,7 +277,7 @@ def compressible(number: int, of: int = 0, shape: BlockShape = SHAPE) -> torch.T
 
 @pytest.mark.parametrize("survives", Survives)
 def test_power_loss_while_slots_grow_and_shrink_serves_nothing_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: Survives
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: Survives, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(folders, "block", compressible)
     zstd = Compression.ZSTD
@@ -259,5 +287,7 @@ def test_power_loss_while_slots_grow_and_shrink_serves_nothing_wrong(
     assert outcome.wrong == 0
     if survives is Survives.POWER_LOSS:
         assert outcome.lost == 0 and outcome.right > 1000
+        outcome.report(request, Row.POWER_LOSS)
     else:
         assert outcome.lost > 100 and outcome.refused > 50
+        outcome.report(request, Row.POWER_LOSS_OF_KILL)
