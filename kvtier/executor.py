@@ -149,7 +149,7 @@ class StepExecutor:
         """Whether a step is open. With the turn held, it can only be one of this very thread."""
         return self._open is not None
 
-    def close(self) -> bool:
-        """Stop streaming and let go of the arena; whether all reads have ended."""
+    def close(self, timeout_s: float) -> bool:
+        """Stop streaming and let go of the arena; whether all reads have ended within `timeout_s`."""
         self.memory.arena = torch.empty(0, dtype=torch.uint8)
-        return self.ring is None or self.ring.close()
+        return self.ring is None or self.ring.close(timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -194,6 +195,9 @@ def _new_cache(runtime: Runtime, batch_size: int | None = None) -> TieredCache:
 def _unwrap(model: Any, own: dict[str, Callable[..., Any]], patch: Patch, runtime: Runtime) -> None:
     if runtime.pid != os.getpid():
         return  # a forked child: threads, files and folder are the parent's
+    if not threading.main_thread().is_alive():  # the interpreter ends
+        runtime.leave()
+        return
     # With the turn: a step that runs on another thread must not lose its attention half-way.
     with runtime.turn:
         if runtime.executor.is_open:

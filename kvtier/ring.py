@@ -341,8 +341,12 @@ class SliceRing:
     def _all_are_overdue(self) -> bool:
         return all(read.is_overdue for read in self._running)
 
-    def close(self) -> bool:
-        """Stop the threads; whether all reads have ended. One that hangs is left to itself. Idempotent."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stop the threads; whether all reads have ended. One that hangs is left to itself. Idempotent.
+
+        `timeout_s` takes the place of `io_timeout_s`.
+        """
+        self._io_timeout_s = self._io_timeout_s if timeout_s is None else timeout_s
         with suppress(TransferTimeoutError):
             self.drain()
         with self._changed:

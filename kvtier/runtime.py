@@ -31,6 +31,7 @@ from kvtier.turn import Turn
 from kvtier.types import BlockId, IoMode, LayerGroup, Tier
 
 DIRECT_STREAM_THREADS = 32
+_LEAVE_WAIT_S = 1.0  # for a step, for reads, and for transfers, one after the other
 
 
 def _droppable(source: Source | None, recomputable: Container[BlockId]) -> Container[BlockId]:
@@ -208,22 +209,34 @@ class Runtime:
                 store.check_integrity()
 
     def close(self) -> None:
-        """Stop threads, then give memory, files and folder back. Idempotent."""
+        """Stop threads, then give memory, files and folder back. Idempotent. Waits `io_timeout_s` for what hangs."""
         with self.turn:
             if self.closed:
                 return
             self.closed = True
-            have_ended = self.executor.close()
-            if not have_ended:
-                logger.warning("reads still hang after io_timeout_s: the nvme folder is left as it is")
-            # What hangs was waited for already.
-            is_late = not have_ended or bool(self.placement.hung)
-            self._close_stores(0.0 if is_late else self.config.io_timeout_s, have_ended)
+            self._close_all(self.config.io_timeout_s)
+
+    def leave(self) -> None:
+        """`close` at the interpreter's end, without waiting long for a step or for what hangs.
+
+        The turn is kept: a daemon thread that generates waits for it until it ends with the process, and finds nothing
+        closed under it.
+        """
+        if self.turn.keep(_LEAVE_WAIT_S) and not self.executor.is_open and not self.closed:
+            self._close_all(_LEAVE_WAIT_S)
+
+    def _close_all(self, timeout_s: float) -> None:
+        have_ended = self.executor.close(timeout_s)
+        if not have_ended:
+            logger.warning("reads still hang: the nvme folder is left as it is")
+        # What hangs was waited for already.
+        is_late = not have_ended or bool(self.placement.hung)
+        self._close_stores(0.0 if is_late else timeout_s, have_ended)
 
     def _close_stores(self, timeout_s: float, have_ended: bool = True) -> None:
         """Close the engine, and the stores unless something still reads or writes them: then they stay as they are."""
         if self._engine is not None and not self._engine.close(timeout_s):
-            logger.warning("transfers still hang after io_timeout_s: the nvme folder is left as it is")
+            logger.warning("transfers still hang: the nvme folder is left as it is")
             have_ended = False
         if not have_ended:
             return  # a store that is being read or written cannot be taken away

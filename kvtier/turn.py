@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -62,7 +64,15 @@ class Turn:
 
     # -- first come, first served -------------------------------------------------------------------------------------
 
-    def _acquire(self, handlers: dict[int, _Handler]) -> None:
+    def keep(self, timeout_s: float) -> bool:
+        """Take the turn and never give it back, at the process's end; False if it was not to be had within that."""
+        try:
+            self._acquire({}, time.monotonic() + timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _acquire(self, handlers: dict[int, _Handler], until_s: float = math.inf) -> None:
         me = threading.get_ident()
         handed = threading.Event()
         ticket = (me, handed)
@@ -77,6 +87,8 @@ class Turn:
         try:
             while not handed.wait(_POLL_S):
                 self._deliver(handlers)
+                if time.monotonic() > until_s:
+                    raise TimeoutError
         except BaseException:  # a Ctrl-C while it waits: nobody may hand the turn to it any more
             with self._mutex:
                 gave_up_in_time = not handed.is_set()

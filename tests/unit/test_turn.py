@@ -211,3 +211,36 @@ def test_a_second_ctrl_c_does_not_come_out_of_a_later_turn() -> None:
     assert done == [1, 1]
     with pytest.raises(KeyboardInterrupt), turn:  # a new one does
         _ctrl_c()
+
+
+def test_a_turn_that_is_kept_is_not_given_to_anybody() -> None:
+    turn, entered = Turn(), threading.Event()
+
+    def enter() -> None:
+        with turn:
+            entered.set()
+
+    assert turn.keep(0.0)
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    assert not entered.wait(0.3)
+    turn._release()  # so that the thread ends
+    assert entered.wait(30)
+    thread.join()
+
+
+def test_a_turn_that_another_thread_holds_is_not_waited_for_long() -> None:
+    turn, taken, let_go = Turn(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn:
+            taken.set()
+            let_go.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(30) and not turn.keep(0.05)
+    let_go.set()
+    thread.join()
+    with turn:  # nobody waits for it any more
+        pass
