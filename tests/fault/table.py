@@ -18,6 +18,7 @@ class Mends(enum.Enum):
     """Whether a model computes again what the fault took."""
 
     MODEL = "recomputed"
+    MAYBE = "recomputed where it can be"
     NOBODY = "n/a"
     """The fault lies below the model, or takes nothing from it."""
 
@@ -120,9 +121,11 @@ class Row(enum.Enum):
     )  # fmt: skip
     MODEL_EIO = Kind("EIO of reads while a model generates", "preadv fails", Mends.MODEL)
     MODEL_SHORT = Kind("files truncated while a model generates", "truncate(2) of the open files", Mends.MODEL)
-    MODEL_HANG = Kind("a disk that hangs while a model generates", "reads that wait beyond io_timeout_s", Mends.MODEL)
+    MODEL_HANG = Kind(
+        "a disk that hangs while a model generates", "calls that take longer than io_timeout_s", Mends.MAYBE
+    )
     MODEL_NO_WRITES = Kind(
-        "no writes while a model generates", "EROFS, EACCES, EIO of calls; a real RLIMIT_NOFILE; a real RLIMIT_FSIZE"
+        "no writes while a model generates", "EROFS, EACCES, EIO of calls; real RLIMIT_NOFILE and RLIMIT_FSIZE"
     )
 
 
@@ -195,7 +198,7 @@ def cells(row: Row, met: Met) -> dict[str, str | int]:
         "reached": met.reached,
         "detected": met.detected,
         "absorbed": met.absorbed,
-        "recomputed": met.recomputed if kind.mends is Mends.MODEL else kind.mends.value,
+        "recomputed": kind.mends.value if kind.mends is Mends.NOBODY else met.recomputed,
         "wrong": met.wrong,
         "wrong without checks": met.wrong_unchecked if kind.control is Control.WRONG_BYTES else kind.control.value,
     }
