@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import stat
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ from kvtier.stores.segment import Segment, punch_hole
 _PAGE_CACHE_BYTES = 4 << 20  # for whoever only looks into a folder
 
 _log = logging.getLogger("kvtier")
+
+# Whose lock a forked child must let go of: its copy of the descriptor would hold it for as long as the child lives.
+_owned: weakref.WeakSet[OwnedFolder] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class OwnedFolder:
             if self._lock_fd < 0:
                 self._lock_fd = take_lock(self._fd, self.path)
             os.fchmod(self._fd, 0o700)
+            _owned.add(self)
             if not keep_files:
                 self._remove_files()
         except BaseException as error:  # a Ctrl-C too: no descriptor, no lock is left
@@ -202,7 +207,7 @@ class OwnedFolder:
         try:
             return os.pread(fd, max_bytes, 0)
         finally:
-            os.close(fd)
+            close_fd(fd)
 
     def replace_file(self, name: str, data: bytes) -> None:
         """Put a small file in the place of the one of that name, whole and on the medium. Raises OSError: it is not."""
@@ -214,7 +219,7 @@ class OwnedFolder:
                 raise OSError(errno.EIO, f"{self.path / new}: written in part")
             os.fsync(fd)
         finally:
-            os.close(fd)
+            close_fd(fd)
         os.rename(new, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         self.sync()
 
@@ -226,7 +231,8 @@ class OwnedFolder:
 
     def overhead_bytes(self) -> int:
         """Allocated bytes of the folder, its lock and the count of writes; the namespaces' files take none."""
-        num_blocks = os.fstat(self._fd).st_blocks + os.fstat(self._lock_fd).st_blocks
+        fds = [fd for fd in (self._fd, self._lock_fd) if fd >= 0]  # a forked child has no lock
+        num_blocks = sum(os.fstat(fd).st_blocks for fd in fds)
         for name in (WRITES_NAME, WRITES_NAME + NEW_SUFFIX):
             with contextlib.suppress(FileNotFoundError):
                 num_blocks += os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_blocks
@@ -253,6 +259,18 @@ class OwnedFolder:
 
 def _count_nothing(num_bytes: int) -> None:
     """Of a folder that is only looked into, nothing is written."""
+
+
+def _let_go_in_child() -> None:
+    for folder in list(_owned):
+        if folder._lock_fd >= 0:
+            close_fd(folder._lock_fd)
+            folder._lock_fd = -1
+    while claimed_lock_fds:
+        close_fd(claimed_lock_fds.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:
