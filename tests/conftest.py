@@ -33,9 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """The table of faults is made where all tests' reports come together: not on the workers of xdist."""
     if hasattr(config, "workerinput"):
         return
-    from tests.fault.run import FaultTable
+    from tests.fault.run import FaultTable, is_whole
 
-    config.pluginmanager.register(FaultTable(config))
+    config.pluginmanager.register(FaultTable(is_whole(config)))
 
 
 @pytest.fixture(autouse=True)

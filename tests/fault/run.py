@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.table import cells, merged, problems
+from tests.fault.table import UNJUDGED, cells, merged, problems
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / ".reliability.json"
@@ -33,37 +33,39 @@ _SELECTIONS = (
 class FaultTable:
     """A pytest plugin, of the process that reports (with xdist: not of the workers)."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
+    def __init__(self, is_whole: bool, result: Path = RESULT) -> None:
+        """`is_whole`: all of tests/fault was asked for; of any other run nothing is judged."""
+        self._is_whole, self._result = is_whole, result
         self._properties: list[tuple[str, Any]] = []
-        self._problems: list[str] = []
-        self._is_told = False
+        self._told: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "teardown":  # it has all that the test said
+        """Called for each phase of each test; the last has all that the test said."""
+        if report.when == "teardown":
             self._properties += report.user_properties
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A whole run without a failure is judged; any other says nothing of the table."""
-        if exitstatus or not is_whole(self._config):
+        """Judge a whole run without a failure, and leave its table if it passes."""
+        if exitstatus or not self._is_whole:
             return
-        self._is_told = True
+        reasons = [reason for name, reason in self._properties if name == UNJUDGED]
         rows = merged(self._properties)
-        self._problems = problems(rows)
-        if self._problems:
+        found = problems(rows)
+        if reasons:
+            self._told = [f"not judged: {reason}" for reason in reasons]
+        elif found:
+            self._told = found
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-            return
-        document = {**where(), "rows": [cells(row, met) for row, met in rows.items()]}
-        RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        else:
+            document = {**where(), "rows": [cells(row, met) for row, met in rows.items()]}
+            self._result.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            self._told = [f"every row passes; {self._result.name} is for `make docs`"]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if not self._is_told:
-            return
-        for problem in self._problems:
-            terminalreporter.write_line(f"table of faults: {problem}", red=True)
-        if not self._problems:
-            terminalreporter.write_line(f"table of faults: every row passes; {RESULT.name} is for `make docs`")
+        """A line for each row that does not pass."""
+        for line in self._told:
+            terminalreporter.write_line(f"table of faults: {line}")
 
 
 def is_whole(config: pytest.Config) -> bool:

@@ -11,6 +11,8 @@ import pytest
 
 PROPERTY = "fault"
 """The name under which a test's report carries what it met; pytest-xdist brings it from the workers."""
+UNJUDGED = "faults that cannot be made here"
+"""The name under which a test says why it cannot fill its row on this machine; the table is then not judged."""
 LEAST_REACHED = 10
 
 
