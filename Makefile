@@ -21,7 +21,7 @@ help:
 	@echo "make check       lint, types, layers, then the tests: what CI runs"
 	@echo "make compat      the contract tests on the oldest transformers that is supported, then on the newest"
 	@echo "make fix         mend formatting and what ruff can"
-	@echo "make docs        write docs/configuration.md anew from the config's models"
+	@echo "make docs        write docs/configuration.md from the config, and the table of docs/reliability.md from the last tests"
 	@echo "make matrix      every mode x family x attention x dtype against plain transformers, into docs/matrix.md"
 	@echo "make mutants     seed bugs and see that the tests catch each"
 	@echo "make crash       200 SIGKILLs of a process that writes to an nvme folder; what is found again (10 to 20 minutes)"
@@ -71,6 +71,7 @@ fix: install
 
 docs: install
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/reliability.py
 
 matrix: install
 	$(BIN)/python tests/matrix.py
