@@ -19,8 +19,9 @@ from pathlib import Path
 from kvtier import system
 from kvtier.errors import ConfigError, KVTierError, NoSpaceError, StoreError
 from kvtier.fsck import check_folder
-from kvtier.stores.nvme import NvmeStore, temporary_folder
+from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slot_check import SlotState
+from kvtier.stores.temporary_folders import temporary_folder
 from kvtier.system import allocated_bytes, open_fds
 from kvtier.types import Compression
 from tests.fault.folders import SHAPE, open_store, served, write

@@ -19,7 +19,8 @@ import torch
 from kvtier.errors import ConfigError, StoreError
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.slot_format import HEADER, SUPERBLOCK, Geometry
+from kvtier.stores.slot_format import HEADER, Geometry
+from kvtier.stores.superblock import SUPERBLOCK, superblock
 from kvtier.system import allocated_bytes, open_fds
 from tests.fault.folders import (
     BUDGET_BYTES,
@@ -209,7 +210,7 @@ def test_damage_is_detected_or_costs_nothing(
     assert counts[expected] == len(became), counts
     assert open_fds() == fds
     if row.value.control.value != "n/a":
-        monkeypatch.setattr(*UNCHECKED.get(row, ("kvtier.stores.nvme._verify", lambda *_: None)))
+        monkeypatch.setattr(*UNCHECKED.get(row, ("kvtier.stores.slot_reader._verify", lambda *_: None)))
         unchecked = [attempt(tmp_path / f"unchecked{turn}", damage, chance, live=states[0]) for turn in range(3)]
         counts["wrong_unchecked"] = unchecked.count("wrong")
         assert counts["wrong_unchecked"] > 0
@@ -229,7 +230,7 @@ def test_an_older_block_in_the_place_of_a_newer_is_refused(
         assert store.find(label(number)) is None and store.find(label(50 + number)) is None
         with pytest.raises(StoreError, match="not served"):
             read(store, number)
-    monkeypatch.setattr("kvtier.stores.nvme._verify", lambda *_: None)
+    monkeypatch.setattr("kvtier.stores.slot_reader._verify", lambda *_: None)
     unchecked = sum(torch.equal(read(store, number), block(number)) for number in range(12))
     store.close()
     report(request, Row.OLD_GENERATION, detected=12, wrong_unchecked=unchecked)
@@ -272,7 +273,7 @@ def test_absurd_lengths_are_quarantined_and_cost_no_memory(tmp_path: Path, reque
     for number, num_slots in enumerate([2**32 - 1, 2**31, 10**6]):  # in a superblock, in a file of that many holes
         folder = tmp_path / f"superblock{number}"
         filled(folder, NUMBERS)
-        page = Geometry.of(SHAPE).superblock(num_slots)
+        page = superblock(Geometry.of(SHAPE), num_slots)
         edit(file_of(folder, 0), 0, lambda _, page=page: page.tobytes(), PAGE_BYTES)
         os.truncate(file_of(folder, 0), min(PAGE_BYTES + num_slots * SLOT_BYTES, 1 << 43))
         store = open_store(folder)

@@ -22,7 +22,7 @@ import torch
 
 from kvtier import TieredKV
 from kvtier.errors import ChecksumError, ShortReadError, StoreError, TransferTimeoutError
-from kvtier.stores import nvme
+from kvtier.stores import slot_reader
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.segment import Segment
 from kvtier.system import allocated_bytes
@@ -119,7 +119,7 @@ def test_reads_that_go_wrong_give_the_right_tokens(
         assert used <= tiered.stats()["tiers"]["nvme"]["budget_bytes"]
     unchecked = 0
     if row is Row.MODEL_FLIP:
-        monkeypatch.setattr(nvme, "_verify", lambda *_: None)
+        monkeypatch.setattr(slot_reader, "_verify", lambda *_: None)
         with TieredKV(model, small_config(model, tmp_path)) as tiered:
             cache = tiered.new_cache()
             for ids, expected in turns:

@@ -19,8 +19,9 @@ import torch
 from kvtier import TieredKV
 from kvtier.errors import FolderInUseError, UnsupportedError
 from kvtier.fsck import check_folder
-from kvtier.stores.nvme import NvmeStore, sweep_stale, temporary_folder
+from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slot_check import SlotState
+from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
 from kvtier.system import allocated_bytes
 from kvtier.types import Slot, Tier
 from tests.e2e.families import small_config, tiny, tokens
