@@ -10,9 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 RESULT = ROOT / ".reliability.json"
-BEGIN = (
-    "<!-- The table: made by `make docs` from the last run of tests/fault that passed. Do not change it by hand. -->\n"
-)
+BEGIN = "<!-- The table: made by `make docs` from the last run of tests/fault that passed, not by hand. -->\n"
 END = "<!-- The table ends here. -->\n"
 
 
