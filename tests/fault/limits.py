@@ -132,9 +132,13 @@ def no_permission(folder: Path) -> int:
 
 
 def no_descriptors(folder: Path) -> int:
+    return sum(with_few_descriptors(folder / each.value, each) for each in Compression)
+
+
+def with_few_descriptors(folder: Path, compression: Compression) -> int:
     """One more descriptor to be had at each attempt, until there are enough for all that is done."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    store = open_store(folder / "kv")
+    store = open_store(folder, compression=compression)
     write(store, range(12))
     store.close()
     refused = 0
@@ -148,7 +152,7 @@ def no_descriptors(folder: Path) -> int:
         failed = False
         store = None
         try:
-            store = open_store(folder / "kv")
+            store = open_store(folder, compression=compression)
             failed = store.num_found < 12
             write(store, range(20, 60), first_slot=12)
         except KVTierError as error:
