@@ -38,16 +38,22 @@ class FaultTable:
         self._is_whole, self._result = is_whole, result
         self._properties: list[tuple[str, Any]] = []
         self._told: list[str] = []
+        self._has_failed = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called for each phase of each test; the last has all that the test said."""
+        self._has_failed |= report.failed and report.nodeid.startswith("tests/fault/")
         if report.when == "teardown":
             self._properties += report.user_properties
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Judge a whole run without a failure, and leave its table if it passes."""
-        if exitstatus or not self._is_whole:
+        """Judge a whole run in which no test of a fault failed, and leave its table if it passes.
+
+        Others may fail: that docs/reliability.md has the rows of this run is one of them.
+        """
+        is_over = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if self._has_failed or not is_over or not self._is_whole:
             return
         reasons = [reason for name, reason in self._properties if name == UNJUDGED]
         rows = merged(self._properties)

@@ -60,14 +60,15 @@ def test_what_tests_say_is_added_up_by_row() -> None:
 
 
 def ended(
-    result: Path, rows: dict[Row, Met], *, whole: bool = True, status: int = 0, more: Any = ()
+    result: Path, rows: dict[Row, Met], *, whole: bool = True, status: int = 0, failed: str = "", more: Any = ()
 ) -> tuple[int, str]:
     """The exit status and what is told of a run in which these were met."""
     plugin, lines = FaultTable(whole, result), []
     session = SimpleNamespace(exitstatus=status)
     said = [(PROPERTY, (row.name, asdict(met))) for row, met in rows.items()]
     for when in ("setup", "call", "teardown"):
-        plugin.pytest_runtest_logreport(SimpleNamespace(when=when, user_properties=[*said, *more]))  # type: ignore[arg-type]
+        phase = SimpleNamespace(when=when, user_properties=[*said, *more], failed=bool(failed), nodeid=failed)
+        plugin.pytest_runtest_logreport(phase)  # type: ignore[arg-type]
     plugin.pytest_sessionfinish(session, status)  # type: ignore[arg-type]
     plugin.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
     return int(session.exitstatus), "\n".join(lines)
@@ -76,7 +77,11 @@ def ended(
 def test_a_whole_run_is_judged_and_leaves_its_table(tmp_path: Path) -> None:
     result, rows = tmp_path / "result.json", {row: good(row) for row in Row}
     assert ended(result, rows, whole=False) == (0, "") and not result.exists()
-    assert ended(result, rows, status=1) == (1, "") and not result.exists()
+    assert ended(result, rows, status=1, failed="tests/fault/test_x.py::test") == (1, "") and not result.exists()
+    assert ended(result, rows, status=2) == (2, "") and not result.exists()
+    status, told = ended(result, rows, status=1, failed="tests/unit/test_reliability.py::test")
+    assert status == 1 and "every row passes" in told
+    result.unlink()
     status, told = ended(result, {**rows, Row.FORK: Met()})
     assert status == 1 and told == f"table of faults: {Row.FORK.value.name}: reached 0 times, and 10 is the least"
     assert not result.exists()
