@@ -29,7 +29,7 @@ from kvtier.stores.folder_entries import (
     is_data,
     namespace_name,
 )
-from kvtier.stores.folder_lock import FILE_FLAGS, claimed_lock_fds, take_lock
+from kvtier.stores.folder_lock import FILE_FLAGS, claimed_lock_fds, release_lock, take_lock
 from kvtier.stores.segment import Segment, punch_hole
 
 _PAGE_CACHE_BYTES = 4 << 20  # for whoever only looks into a folder
@@ -251,9 +251,11 @@ class OwnedFolder:
             self._close_fds()
 
     def _close_fds(self) -> None:
-        for fd in (self._fd, self._lock_fd):
-            if fd >= 0:
-                close_fd(fd)
+        if self._fd >= 0:
+            close_fd(self._fd)
+        if self._lock_fd >= 0:
+            release = release_lock if os.getpid() == self._owner_pid else close_fd  # a child's is its parent's too
+            release(self._lock_fd)
         self._fd = self._lock_fd = -1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -56,6 +57,16 @@ def take_lock(folder_fd: int, path: Path) -> int:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     except BaseException:  # a Ctrl-C too: no lock is left
-        close_fd(fd)
+        release_lock(fd)
         raise
     return fd
+
+
+def release_lock(fd: int) -> None:
+    """Give up a lock that this process took, and its descriptor.
+
+    Closing is not enough: a child that was forked a moment ago may still have a twin of the descriptor.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    close_fd(fd)

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 
 from kvtier.errors import ConfigError, FolderInUseError
+from kvtier.stores.file_io import close_fd
 from kvtier.stores.folder_entries import EntryKind, entry_kind
-from kvtier.stores.folder_lock import lock_owner, take_lock
+from kvtier.stores.folder_lock import lock_owner, release_lock, take_lock
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: a planted FIFO would hang
 
@@ -114,10 +115,13 @@ class FolderView:
             if not direct or error.errno != errno.EINVAL:
                 raise
             fd = os.open(name, flags, dir_fd=self._fd)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a plain file")
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a plain file")
+        except OSError:
+            close_fd(fd)
+            raise
+        return fd
 
     def unlink(self, name: str) -> None:
         """Take a file off the disk. Raises OSError."""
@@ -129,9 +133,10 @@ class FolderView:
 
     def close(self) -> None:
         """Give the lock up, if it is held."""
-        for fd in (self._fd, self._lock_fd):
-            if fd >= 0:
-                os.close(fd)
+        if self._fd >= 0:
+            close_fd(self._fd)
+        if self._lock_fd >= 0:
+            release_lock(self._lock_fd)
         self._fd = self._lock_fd = -1
 
     def __enter__(self) -> FolderView:
