@@ -1,6 +1,6 @@
-"""The copies of every block and the moves between them: what the tier manager does to single blocks.
+"""The moves between the copies of blocks: what the tier manager does to single blocks.
 
-Writes residency on the manager's behalf and touches no tensor: an engine does the moving.
+Touches no tensor: an engine does the moving.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from kvtier.breaker import Breaker, Clock, Regrowth
+from kvtier.breaker import Clock
 from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
 from kvtier.labels import Labels
-from kvtier.log import logger
 from kvtier.metrics import Metrics, SequenceMetrics
-from kvtier.policy import GuardedPolicy
-from kvtier.residency import ResidencyTable
 from kvtier.slots import SlotPool
+from kvtier.tier_use import TierUse
 from kvtier.types import (
     BlockId,
     Engine,
@@ -35,15 +33,11 @@ def _is_of_nvme(move: Move) -> bool:
     return Tier.NVME in (move.source, move.dest)
 
 
-def _slots(move: Move) -> set[tuple[Tier, Slot]]:
-    return {(move.source, move.source_slot), (move.dest, move.dest_slot)}
+class Mover(TierUse):
+    """Copies, and the moves that make them. One thread at a time.
 
-
-class Mover:
-    """Slots, copies and moves of every block. One thread at a time.
-
-    A tier that is absent has no pool. Every started move is in `moves` until its result has been committed: copy, check
-    (by the store), commit, free.
+    Every started move is in `moves` until its result has been committed: copy, check (by the store), commit, free; or
+    until it has passed its deadline, and then in `hung`.
     """
 
     def __init__(
@@ -62,37 +56,15 @@ class Mover:
     ) -> None:
         """Args:
         labels: None where no block outlives the process.
-        nvme_room: how many slots of the nvme tier, from 0, can be had now; None: what a full disk took stays gone.
-        nvme_writes: what is written to the nvme tier; None: nobody counts it.
+        nvme_room, nvme_writes: as `TierUse`.
         """
+        super().__init__(pools, policies, metrics, nvme_room, nvme_writes, clock)
         self.labels = labels
-        self.pools = dict(pools)
-        self.breakers: dict[Tier, Breaker] = {t: Breaker(t.label, clock) for t in pools if t is not Tier.GPU}
-        """By destination of the moves down that they judge."""
-        self._clock = clock
-        self.regrowth: dict[Tier, Regrowth] = {}
-        if nvme_room is not None and Tier.NVME in pools:
-            self.regrowth[Tier.NVME] = Regrowth(Tier.NVME.label, pools[Tier.NVME], nvme_room, clock)
-        self.writes = WriteMeter() if nvme_writes is None else nvme_writes
-        self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
         self.engine = engine
-        self.metrics = metrics
         self.block_bytes = block_bytes
         self.io_timeout_s = io_timeout_s
-        self.residency = ResidencyTable()
-        self.running_blocks: set[BlockId] = set()
         self.sequence_metrics: dict[SequenceId, SequenceMetrics] = {}
         self.moves: dict[int, Move] = {}
-        self.unreadable: set[BlockId] = set()
-        """Blocks of which no copy can be read: a promotion failed to, or all were dropped to make room. Reading them
-        raises; they are not tried again in the background, and computed again before the next step that needs them."""
-        self.hung: dict[int, Move] = {}
-        """Moves of the nvme tier that have passed their deadline and have not ended. Nobody waits for them, nor uses
-        what comes of them; the slots that they read and write stay theirs."""
-        self._held: set[tuple[Tier, Slot]] = set()
-        """Those slots."""
-        self._orphans: set[tuple[Tier, Slot]] = set()
-        """Those of them that no block owns: they go back when the move has ended."""
         self._nvme_ended_s = 0.0
         """When a move of the nvme tier ended last, or the first of those in flight began."""
         self._abandoned: set[int] = set()
@@ -101,88 +73,6 @@ class Mover:
         """Moves that somebody waits for, and how those ended that have."""
         self._leaving: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._next_move = 0
-        self._last_error = ""
-
-    # -- copies -----------------------------------------------------------------------------------------------------
-
-    def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> None:
-        """A valid copy appears: residency and the tier's policy learn of it together."""
-        self.residency.add_copy(block, tier, slot)
-        record = self.residency[block]
-        self.policies[tier].inserted(block, record.sequence, record.index)
-        self._note_only_copies()
-
-    def _note_only_copies(self) -> None:
-        self.metrics.only_copy_peak_blocks = max(self.metrics.only_copy_peak_blocks, self.residency.num_only_nvme)
-
-    def drop_copy(self, block: BlockId, tier: Tier) -> None:
-        """A copy goes, and its slot is free, or once the move that hangs over it has ended."""
-        slot = self.residency.drop_copy(block, tier)
-        if (tier, slot) in self._held:
-            self._orphans.add((tier, slot))
-        else:
-            self.pools[tier].give_back(slot)
-        self.policies[tier].removed(block)
-        self._note_only_copies()
-
-    def hand_over(self, source: BlockId, block: BlockId) -> None:
-        """The gpu copy of `source` becomes the only copy of `block`, which has the same tokens; `source` has none left.
-
-        Neither may be pinned or moving. The block is no longer labelled: what it was proven of is another computation.
-        """
-        for tier in list(self.residency[block].copies):
-            self.drop_copy(block, tier)
-        slot = self.residency.drop_copy(source, Tier.GPU)
-        self.policies[Tier.GPU].removed(source)
-        self.add_copy(block, Tier.GPU, slot)
-        self.residency[block].sealed = None
-        self.unreadable.discard(block)
-
-    def release(self, block: BlockId) -> None:
-        """One holder fewer. Without holders the block goes, at once or when its move has ended."""
-        record = self.residency[block]
-        record.holders -= 1
-        if record.holders < 0:
-            raise IntegrityError(f"block {block} was released too often")
-        if record.holders == 0:
-            self.running_blocks.discard(block)
-            if record.move is None:
-                self._forget(block)
-
-    def _forget(self, block: BlockId) -> None:
-        for tier in list(self.residency[block].copies):
-            self.drop_copy(block, tier)
-        self.unreadable.discard(block)
-        self.residency.delete(block)
-
-    def takes(self, tier: Tier, *, early: bool = False) -> bool:
-        """Whether a move down into `tier` may start now: it does not hang, is not out of use after failures, and its
-        limit is not reached.
-
-        `early`: the move is not needed yet.
-        """
-        return self.breakers[tier].allows and (tier is not Tier.NVME or self.writes.allows(early=early))
-
-    def is_readable(self, tier: Tier) -> bool:
-        """Whether what lies in `tier` may be read now: it does not hang."""
-        return tier not in self.breakers or not self.breakers[tier].is_hanging
-
-    def is_held(self, tier: Tier, slot: Slot) -> bool:
-        """Whether a move that hangs may still read or write this slot: it must not change, nor be given up."""
-        return (tier, slot) in self._held
-
-    def num_held(self, tier: Tier) -> int:
-        """Slots of `tier` that moves hold which hang."""
-        return sum(each is tier for each, _ in self._held)
-
-    def check_readable(self, blocks: Mapping[BlockId, int], tier: Tier) -> None:
-        """Raise BlockLostError, naming all of these blocks of `tier`, if it hangs. They are given with their index."""
-        if blocks and not self.is_readable(tier):
-            raise BlockLostError(
-                f"block {next(iter(blocks.values()))} cannot be read from {tier.label}: the tier hangs: "
-                f"{self.breakers[tier].overdue_error}",
-                tuple(blocks),
-            )
 
     # -- moves ------------------------------------------------------------------------------------------------------
 
@@ -258,9 +148,7 @@ class Mover:
         error = f"a transfer took longer than io_timeout_s ({self.io_timeout_s:g} s)"
         for move in late:
             if self.moves.pop(move.move_id, None) is not None:
-                self.hung[move.move_id] = move
-                self._held.update(_slots(move))
-                self._orphans.add((move.dest, move.dest_slot))
+                self.hung.add(move)
                 self._let_go(move)
                 self.breakers[Tier.NVME].overdue(move.move_id, error)
         if late:
@@ -285,15 +173,13 @@ class Mover:
         move = result.move
         if move.dest is Tier.NVME:
             self.writes.end()
-        self._held = {slot for other in self.hung.values() for slot in _slots(other)}
         if result.status is MoveStatus.DONE:
             self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
         elif move.source < move.dest:
             self._note_failure(result)
         else:
             self.metrics.moves_failed += 1
-        for tier, slot in self._orphans - self._held:
-            self._orphans.discard((tier, slot))
+        for tier, slot in self.hung.remove(move):
             if (tier, slot) == (move.dest, move.dest_slot):
                 self._put_back(result)
             else:
@@ -301,7 +187,7 @@ class Mover:
         self.breakers[Tier.NVME].ended(move.move_id)
 
     def _commit(self, result: MoveResult) -> None:
-        if self.hung.pop(result.move.move_id, None) is not None:
+        if result.move.move_id in self.hung.moves:
             self._end_hung(result)
             return
         move = self.moves.pop(result.move.move_id, None)
@@ -344,53 +230,6 @@ class Mover:
             if move.purpose is MovePurpose.DEMOTE and not record.pins[move.source]:
                 self.drop_copy(move.block, move.source)
 
-    def _put_back(self, result: MoveResult) -> None:
-        """The destination's slot is not needed, or not to be had."""
-        pool, slot = self.pools[result.move.dest], result.move.dest_slot
-        if result.status is MoveStatus.NO_SPACE and result.retires_slot:
-            pool.retire(slot)
-        else:
-            pool.give_back(slot)
-
-    def _note_failure(self, result: MoveResult) -> None:
-        move = result.move
-        self.metrics.moves_failed += 1
-        self._last_error = result.error
-        if result.status is MoveStatus.NO_SPACE:
-            self._note_no_space(result)
-        elif move.source < move.dest:  # the block stays where it is: nothing to warn of before the tier rests
-            logger.info("%s to %s of block %d failed: %s", move.source.label, move.dest.label, move.block, result.error)
-            self.breakers[move.dest].failed(move.move_id, result.error)
-        else:
-            if move.dest < move.source:
-                self.unreadable.add(move.block)
-            logger.warning(
-                "%s to %s of block %d failed: %s", move.source.label, move.dest.label, move.block, result.error
-            )
-
-    def _note_no_space(self, result: MoveResult) -> None:
-        move, pool = result.move, self.pools[result.move.dest]
-        before = pool.ceiling
-        pool.lower_ceiling(result.available_slots)
-        if move.source < move.dest:
-            # A file system that allocates anew at each write: the slot has backing and would be tried again.
-            if move.dest_slot < pool.ceiling and not result.retires_slot:
-                self.breakers[move.dest].failed(move.move_id, result.error)
-            else:
-                self.breakers[move.dest].undecided(move.move_id)
-        if pool.ceiling == before and not result.retires_slot:
-            return
-        growth = self.regrowth.get(move.dest)
-        if growth is not None and not growth.lowered():
-            logger.info(
-                "the %s tier has room for %d blocks after all (%s)", move.dest.label, pool.ceiling, result.error
-            )
-            return
-        logger.warning(
-            "the %s tier has room for %d blocks instead of %d (%s); going on with that",
-            move.dest.label, pool.ceiling - result.retires_slot, pool.num_slots, result.error,
-        )  # fmt: skip
-
     def copy_now(self, block: BlockId, purpose: MovePurpose, dest_slot: Slot) -> None:
         """Copy `block` from its fastest tier into a taken gpu slot and wait. PROMOTE adds the copy, COPY_TAIL not.
 
@@ -423,18 +262,11 @@ class Mover:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless slots, copies, moves and policies agree."""
-        self.residency.check_integrity()
+        super().check_integrity()
         used: dict[Tier, set[Slot]] = {tier: set() for tier in self.pools}
-        if self._held != {slot for move in self.hung.values() for slot in _slots(move)} or self._orphans - self._held:
-            raise IntegrityError("slots are held for other moves than those that hang")
         for block in self.residency.blocks():
-            record = self.residency[block]
-            if not record.copies and record.move is None and block not in self.unreadable:
-                raise IntegrityError(f"block {block} has no copy and none in flight, and was not dropped")
-            for tier, slot in record.copies.items():
+            for tier, slot in self.residency[block].copies.items():
                 used[tier].add(slot)
-        if any(self.residency.get(block) is None for block in self.unreadable):
-            raise IntegrityError("a dead block is listed as unreadable")
         for move in self.moves.values():
             record = self.residency[move.block]
             if record.move is not move:
@@ -442,13 +274,7 @@ class Mover:
             if move.dest_slot in used[move.dest]:
                 raise IntegrityError(f"{move.dest.label} slot {move.dest_slot} is both owned and a destination")
             used[move.dest].add(move.dest_slot)
-        for tier, slot in self._orphans:
-            if slot in used[tier]:
-                raise IntegrityError(f"{tier.label} slot {slot} has an owner, and a move that hangs has it alone")
-            used[tier].add(slot)
-        for tier, slot in self._held:
-            if slot not in used[tier]:
-                raise IntegrityError(f"{tier.label} slot {slot} is free, and a move that hangs uses it")
+        self.hung.claim(used)
         for tier, pool in self.pools.items():
             pool.check_integrity()
             if pool.num_used != len(used[tier]):

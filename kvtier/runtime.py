@@ -230,7 +230,7 @@ class Runtime:
         if not have_ended:
             logger.warning("reads still hang: the nvme folder is left as it is")
         # What hangs was waited for already.
-        is_late = not have_ended or bool(self.placement.hung)
+        is_late = not have_ended or bool(self.placement.hung.moves)
         self._close_stores(0.0 if is_late else timeout_s, have_ended)
 
     def _close_stores(self, timeout_s: float, have_ended: bool = True) -> None:

@@ -31,7 +31,7 @@ def stats(runtime: Runtime) -> dict[str, Any]:
             "steps_aborted": metrics.steps_aborted,
             "tokens": metrics.tokens,
             "moves_failed": metrics.moves_failed,
-            "moves_in_flight": len(runtime.placement.moves) + len(runtime.placement.hung),
+            "moves_in_flight": len(runtime.placement.moves) + len(runtime.placement.hung.moves),
             "nvme_sole_reads": metrics.nvme_sole_reads,
             "recomputed_blocks": metrics.recomputed_blocks,
             "dropped_blocks": metrics.dropped_blocks,

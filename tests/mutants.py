@@ -96,6 +96,7 @@ SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
 )
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
+COPIES, USE, HUNG = "kvtier/copies.py", "kvtier/tier_use.py", "kvtier/hung_moves.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
 BREAKER, RING = "kvtier/breaker.py", "kvtier/ring.py"
 LOSSES = "kvtier/losses.py"
@@ -322,11 +323,11 @@ MUTANTS = [
     ),
     Mutant(
         "the source of a late move is free",
-        MOVER,
+        HUNG,
         "return {(move.source, move.source_slot), (move.dest, move.dest_slot)}",
         "return {(move.dest, move.dest_slot)}",
     ),
-    Mutant("the slots of late moves never go back", MOVER, "in self._orphans - self._held:", "in set():"),
+    Mutant("the slots of late moves never go back", HUNG, "if slot not in self._held]", "if False]"),
     Mutant(
         "a late move stays its block's",
         MOVER,
@@ -344,7 +345,7 @@ MUTANTS = [
     ),
     Mutant(
         "ceiling not lowered on a full disk",
-        MOVER,
+        USE,
         "pool.lower_ceiling(result.available_slots)",
         "pool.lower_ceiling(pool.num_slots)",
     ),
@@ -375,7 +376,7 @@ MUTANTS = [
     ),
     Mutant(
         "policy not told of evictions",
-        MOVER,
+        COPIES,
         "        self.policies[tier].removed(block)\n",
         "",
     ),
@@ -393,7 +394,7 @@ MUTANTS = [
     ),
     Mutant(
         "unreadable block promoted for ever",
-        MOVER,
+        USE,
         "self.unreadable.add(move.block)",
         "self.unreadable.discard(move.block)",
     ),
@@ -449,7 +450,7 @@ MUTANTS = [
     Mutant("a resting tier is tried all the same", PLACEMENT, "if self.takes(below, early=early):", "if self.pools:"),
     Mutant(
         "no space for a slot with backing is tried for ever",
-        MOVER,
+        USE,
         "if move.dest_slot < pool.ceiling and not result.retires_slot:",
         "if move.dest_slot < 0:",
     ),
@@ -764,7 +765,7 @@ MUTANTS = [
     Mutant("retired slot handed out again", SLOTS, "            self._free.remove(slot)\n", ""),
     Mutant(
         "a slot without room tried for ever",
-        MOVER,
+        USE,
         "result.status is MoveStatus.NO_SPACE and result.retires_slot",
         "result.status is None and result.retires_slot",
     ),

@@ -232,7 +232,7 @@ class House:
 
     def drain(self) -> None:
         """Wait for every move, those that hung too."""
-        while self.placement.moves or self.placement.hung:
+        while self.placement.moves or self.placement.hung.moves:
             self.placement.wait()
         self.placement.commit_arrived()
 

@@ -135,7 +135,7 @@ def answers_again(tiered: TieredKV, store: HangingStore) -> None:
         time.sleep(0.001)
     tiered.check_integrity()
     placement = tiered._runtime.placement
-    assert not placement.hung and not placement._held and not placement._orphans
+    assert not placement.hung.moves and not placement.hung._held and not placement.hung._orphans
 
 
 def content(tiered: TieredKV) -> dict[tuple[Tier, BlockId], bytes]:
@@ -308,7 +308,7 @@ def demoted(tiered: TieredKV, num_blocks: int, is_held: bool = True) -> list[Mov
     with runtime.turn:
         assert runtime.placement.give_up(Tier.GPU, num_blocks) == num_blocks
     until_it_hangs(tiered, is_held)
-    return list(runtime.placement.hung.values())
+    return list(runtime.placement.hung.moves.values())
 
 
 def slot_bytes(tiered: TieredKV, tier: Tier, slot: Slot) -> bytes:
@@ -323,7 +323,7 @@ def test_the_source_of_a_write_that_hangs_is_not_given_to_another(
 ) -> None:
     """Without the hold, a valid label stands over another conversation's bytes: what the other case shows."""
     if not is_held:
-        monkeypatch.setattr("kvtier.mover._slots", lambda move: set())
+        monkeypatch.setattr("kvtier.hung_moves.slots_of", lambda move: set())
     model = deep()
     with TieredKV(model, config_of(tmp_path, "blockwise", cpu_blocks=0, gpu_slots=8, on_block_loss="raise")) as tiered:
         store, cache = interposed(tiered), tiered.new_cache()

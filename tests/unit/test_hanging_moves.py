@@ -38,7 +38,7 @@ def hung_write(house: House) -> Slot:
     pass_deadline(house)
     house.engine.withdraw = original  # type: ignore[method-assign]
     del house.engine._read
-    assert house.placement.hung
+    assert house.placement.hung.moves
     return move_slot
 
 
@@ -213,7 +213,7 @@ def test_moves_that_never_began_are_taken_back_and_fail_nobody() -> None:
 
     engine.withdraw = withdraw  # type: ignore[method-assign,assignment]
     pass_deadline(house)
-    assert list(house.placement.hung.values()) == [begun]
+    assert list(house.placement.hung.moves.values()) == [begun]
     assert house.used() == {"gpu": 4, "nvme": 1} and house.placement.metrics.moves_failed == 0
     assert house.tiers_of(batch) == ["gpu"] * 4
     assert house.placement.breakers[Tier.NVME].num_failed == 0

@@ -1,0 +1,97 @@
+"""The copies of every block, and the slots that they lie in. Writes residency on the tier manager's behalf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtier.errors import IntegrityError
+from kvtier.hung_moves import HungMoves
+from kvtier.metrics import Metrics
+from kvtier.policy import GuardedPolicy
+from kvtier.residency import ResidencyTable
+from kvtier.slots import SlotPool
+from kvtier.types import BlockId, EvictionPolicy, Slot, Tier
+
+
+class Copies:
+    """Which blocks live, and what each has on which tier. One thread at a time. A tier that is absent has no pool."""
+
+    def __init__(
+        self, pools: Mapping[Tier, SlotPool], policies: Mapping[Tier, EvictionPolicy], metrics: Metrics
+    ) -> None:
+        self.pools = dict(pools)
+        self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
+        self.metrics = metrics
+        self.residency = ResidencyTable()
+        self.running_blocks: set[BlockId] = set()
+        self.unreadable: set[BlockId] = set()
+        """Blocks of which no copy can be read: a promotion failed to, or all were dropped to make room. Reading them
+        raises; they are not tried again in the background, and computed again before the next step that needs them."""
+        self.hung = HungMoves()
+        """Of the nvme tier."""
+
+    def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> None:
+        """A valid copy appears: residency and the tier's policy learn of it together."""
+        self.residency.add_copy(block, tier, slot)
+        record = self.residency[block]
+        self.policies[tier].inserted(block, record.sequence, record.index)
+        self._note_only_copies()
+
+    def _note_only_copies(self) -> None:
+        self.metrics.only_copy_peak_blocks = max(self.metrics.only_copy_peak_blocks, self.residency.num_only_nvme)
+
+    def drop_copy(self, block: BlockId, tier: Tier) -> None:
+        """A copy goes, and its slot is free, or once the move that hangs over it has ended."""
+        slot = self.residency.drop_copy(block, tier)
+        if not self.hung.keep(tier, slot):
+            self.pools[tier].give_back(slot)
+        self.policies[tier].removed(block)
+        self._note_only_copies()
+
+    def hand_over(self, source: BlockId, block: BlockId) -> None:
+        """The gpu copy of `source` becomes the only copy of `block`, which has the same tokens; `source` has none left.
+
+        Neither may be pinned or moving. The block is no longer labelled: what it was proven of is another computation.
+        """
+        for tier in list(self.residency[block].copies):
+            self.drop_copy(block, tier)
+        slot = self.residency.drop_copy(source, Tier.GPU)
+        self.policies[Tier.GPU].removed(source)
+        self.add_copy(block, Tier.GPU, slot)
+        self.residency[block].sealed = None
+        self.unreadable.discard(block)
+
+    def release(self, block: BlockId) -> None:
+        """One holder fewer. Without holders the block goes, at once or when its move has ended."""
+        record = self.residency[block]
+        record.holders -= 1
+        if record.holders < 0:
+            raise IntegrityError(f"block {block} was released too often")
+        if record.holders == 0:
+            self.running_blocks.discard(block)
+            if record.move is None:
+                self._forget(block)
+
+    def _forget(self, block: BlockId) -> None:
+        for tier in list(self.residency[block].copies):
+            self.drop_copy(block, tier)
+        self.unreadable.discard(block)
+        self.residency.delete(block)
+
+    def is_held(self, tier: Tier, slot: Slot) -> bool:
+        """Whether a move that hangs may still read or write this slot: it must not change, nor be given up."""
+        return self.hung.holds(tier, slot)
+
+    def num_held(self, tier: Tier) -> int:
+        """Slots of `tier` that moves hold which hang."""
+        return self.hung.num_held(tier)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless copies and what is known of them agree."""
+        self.residency.check_integrity()
+        for block in self.residency.blocks():
+            record = self.residency[block]
+            if not record.copies and record.move is None and block not in self.unreadable:
+                raise IntegrityError(f"block {block} has no copy and none in flight, and was not dropped")
+        if any(self.residency.get(block) is None for block in self.unreadable):
+            raise IntegrityError("a dead block is listed as unreadable")
