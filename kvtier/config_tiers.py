@@ -155,9 +155,9 @@ class NvmeTierConfig(Strict):
     other; a temporary folder counts its own process alone. What counts are the bytes handed to the disk, in whole pages
     and after compression. From half of it on blocks are moved down only when there is no room for new ones. When it is
     used up the nvme tier takes no blocks until older writes are out of that time: `state` in `stats()` is `limited`,
-    and idle conversations are recomputed instead (`dropped_blocks`). With it, `io: auto` takes `mmap` unmeasured:
-    measuring writes. Less than one block is refused when the model is wrapped. Left out: no limit. Choose it by what
-    the disk is rated for: 600 TB over 5 years are 330GB/day."""
+    and idle conversations are recomputed instead (`dropped_blocks`). `io: auto` takes `mmap` unmeasured where the 32
+    MiB that measuring writes are more than a 64th of it. Less than one block is refused when the model is wrapped. Left
+    out: no limit. Choose it by what the disk is rated for: 600 TB over 5 years are 330GB/day."""
     survives: Survives = Field(default=Survives.KILL, strict=False, title="kill or power_loss")
     """After what every block whose copy down had ended can still be found. `kill` is the death of the process: the
     order of writes is enough, and nothing is flushed. `power_loss` is the death of the machine: each block waits for

@@ -40,10 +40,10 @@ class Ledger(Protocol):
 class WriteMeter:
     """Counts bytes when they are handed to the medium, and says whether a move may write more.
 
-    Every write belongs to a move that was let in by `allows` and begun, or is a page or two of its bookkeeping. With a
-    ledger, what a move may write is in it before the move begins: a process that is killed has never written more than
-    the next one counts. In any `limit.period_s` no more than the limit is written, so what is counted is a little more:
-    a period and the part of a bucket before it.
+    Every write belongs to a move that was let in by `allows` and begun, is a page or two of its bookkeeping, or was let
+    in by `spend`. With a ledger, what a move may write is in it before the move begins: a process that is killed has
+    never written more than the next one counts. In any `limit.period_s` no more than the limit is written, so what is
+    counted is a little more: a period and the part of a bucket before it.
 
     `wrote` may be called on any thread, the rest on one at a time.
     """
@@ -51,6 +51,8 @@ class WriteMeter:
     NUM_BUCKETS = 24
     EARLY_FRAC = 0.5
     """Of the limit: beyond it nothing is written that is not needed yet."""
+    SPENT_FRAC = 1 / 64
+    """Of the limit: the most that is spent at a time on anything but blocks."""
     NUM_PROMISES = 256
     """A promise is this part of the limit: a ledger is rarely written, and little is lost with a process that dies."""
     RETRY_S = 5.0
@@ -143,6 +145,21 @@ class WriteMeter:
             logger.info("tiers.nvme.max_writes has room again: the nvme tier takes blocks")
         self._was_used_up = used_up
         return self._fits(self.limit.num_bytes) and self._promise()
+
+    def spend(self, num_bytes: int) -> bool:
+        """Count bytes that no move writes, if they are a small part of the limit; whether they may be written."""
+        if self.limit is not None:
+            room_bytes = self.EARLY_FRAC * self.limit.num_bytes - self.in_period_bytes()
+            if num_bytes > min(self.SPENT_FRAC * self.limit.num_bytes, room_bytes):
+                return False
+        self.wrote(num_bytes)
+        try:
+            if self._ledger is not None:
+                self._save(0)
+        except OSError as error:
+            logger.warning("what is written to the nvme tier cannot be counted (%s): nothing is measured", error)
+            return False
+        return True
 
     def begin(self) -> None:
         """A move that was allowed begins."""

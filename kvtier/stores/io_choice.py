@@ -21,7 +21,7 @@ from kvtier.types import IoMode
 
 # Below it the files fit in a few page caches, and neither a test nor a small temporary folder should wait for figures.
 MEASURED_FROM_BYTES = 1 << 30
-_SCRATCH_BYTES = 32 << 20
+MEASURING_BYTES = 32 << 20  # what measuring writes at most
 _MIN_SCRATCH_BYTES = 4 << 20
 _MAX_READ_BYTES = 1 << 20
 _WRITE_S, _ROUND_S, _NUM_ROUNDS, _NUM_THREADS = 0.25, 0.08, 3, 8  # at most 0.25 + 2 x 3 x 0.08 s in all
@@ -85,7 +85,7 @@ def choose_io(wanted: IoMode, folder: Path, room_bytes: int, slice_bytes: int) -
 def _measured(scratch: OpenFile, direct: DirectIo, folder: Path, slice_bytes: int) -> IoChoice:
     size = min(max(slice_bytes, PAGE_BYTES), _MAX_READ_BYTES) // PAGE_BYTES * PAGE_BYTES
     buffers = [page_aligned(size).numpy() for _ in range(_NUM_THREADS)]
-    buffered = BufferedIo(2 * _SCRATCH_BYTES)
+    buffered = BufferedIo(2 * MEASURING_BYTES)
     try:
         written = _write_scratch(scratch, direct)
         if written < max(_MIN_SCRATCH_BYTES, _NUM_THREADS * size):
@@ -116,7 +116,7 @@ def _write_scratch(scratch: OpenFile, io: FileIo) -> int:
     piece = page_aligned(_MAX_READ_BYTES).numpy()
     piece.data[:] = random.randbytes(piece.nbytes)
     written, deadline_s = 0, time.monotonic() + _WRITE_S
-    while written < _SCRATCH_BYTES and time.monotonic() < deadline_s:
+    while written < MEASURING_BYTES and time.monotonic() < deadline_s:
         io.write(scratch, written, piece)
         written += piece.nbytes
     return written

@@ -13,7 +13,7 @@ from kvtier.rate import Rate
 from kvtier.stores.base import Store
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
-from kvtier.stores.io_choice import IoChoice, choose_io, make_io
+from kvtier.stores.io_choice import MEASURED_FROM_BYTES, MEASURING_BYTES, IoChoice, choose_io, make_io
 from kvtier.stores.namespaces import Namespaces
 from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes
 from kvtier.stores.nvme_open import held_back, open_space
@@ -25,6 +25,7 @@ from kvtier.stores.slot_payload import PayloadCodec
 from kvtier.stores.slot_reader import SlotReader
 from kvtier.stores.space_limits import SpaceLimits, expected_frac
 from kvtier.stores.write_ledger import FolderLedger
+from kvtier.system import filesystem_kind, is_memory_backed
 from kvtier.types import BlockShape, Compression, IoMode, Slot, SlotLabel, Survives, Tier
 from kvtier.wear import WriteMeter
 
@@ -85,7 +86,7 @@ class NvmeStore(Store):
             page_cache_bytes: the most host memory for the files: page cache, or staging where I/O is direct.
             compression: of what is written; whatever is found can be read.
             max_writes: for `writes`, which says when it is reached; in a persistent folder over all processes. The
-                store itself refuses nothing. With it `auto` does not measure, which would write.
+                store itself refuses nothing. `auto` measures, which writes, only where that is little of it.
 
         Raises:
             BudgetError: no room for one slot, less page cache than the least, or `max_writes` of less than a slot.
@@ -125,11 +126,7 @@ class NvmeStore(Store):
                 self._folder.check_holes()
             self.writes = self._meter(max_writes, move_bytes)
             self._folder.count = self.writes.wrote
-            if io is IoMode.AUTO and max_writes is not None:
-                self.io = IoChoice(IoMode.MMAP, "not measured: that would count in tiers.nvme.max_writes")
-            else:
-                room_bytes = min(budget_bytes, limits.free_bytes(self.folder))
-                self.io = choose_io(io, self.folder, room_bytes, shape.slice_bytes)
+            self.io = self._choose_io(io, min(budget_bytes, limits.free_bytes(self.folder)))
             self._folder.io = self._io = make_io(self.io.mode, page_cache_bytes)
             self._namespaces = Namespaces(self._folder, namespace_ttl_s)
             self._space = open_space(self._folder, self._geometry, limits, self._namespaces, self._index, sync=syncs)
@@ -146,6 +143,15 @@ class NvmeStore(Store):
             return WriteMeter(max_writes, move_bytes, FolderLedger(self._folder))
         self._folder.forget_writes()  # nobody goes on with the count, and it would be short
         return WriteMeter(max_writes, move_bytes)
+
+    def _choose_io(self, wanted: IoMode, room_bytes: int) -> IoChoice:
+        measures = wanted is IoMode.AUTO and room_bytes >= MEASURED_FROM_BYTES
+        on_disk = not is_memory_backed(filesystem_kind(self.folder))
+        if measures and on_disk and not self.writes.spend(MEASURING_BYTES):
+            return IoChoice(
+                IoMode.MMAP, f"not measured: that writes {MEASURING_BYTES >> 20} MiB, too much of tiers.nvme.max_writes"
+            )
+        return choose_io(wanted, self.folder, room_bytes, self.shape.slice_bytes)
 
     # --- the store's interface
 

@@ -20,6 +20,7 @@ from kvtier.errors import BudgetError, ConfigError
 from kvtier.fsck import check_folder
 from kvtier.rate import Rate
 from kvtier.stores.file_io import PAGE_BYTES
+from kvtier.stores.io_choice import MEASURING_BYTES
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.write_ledger import MAX_BYTES, FolderLedger, parse_ledger
 from kvtier.system import allocated_bytes
@@ -263,12 +264,30 @@ def test_less_than_a_block_is_refused_with_the_sum(tmp_path: Path) -> None:
         limited(tmp_path / "kv", max_writes=Rate.parse("4KiB/h"))
 
 
-def test_auto_does_not_measure_what_would_count(tmp_path: Path) -> None:
-    store = limited(tmp_path / "kv", io=IoMode.AUTO)
-    assert (store.io.mode, store.io.reason) == (
-        IoMode.MMAP, "not measured: that would count in tiers.nvme.max_writes",
-    )  # fmt: skip
-    store.close()
+def test_auto_measures_only_what_is_little_of_the_limit_and_counts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.stores.nvme.MEASURED_FROM_BYTES", 0)
+    monkeypatch.setattr("kvtier.stores.io_choice.MEASURED_FROM_BYTES", 0)
+    monkeypatch.setattr("kvtier.stores.nvme.is_memory_backed", lambda kind: False)
+    for limit, is_measured in (("1GB/day", False), ("64GB/day", True)):
+        store = limited(tmp_path / limit[:2], io=IoMode.AUTO, max_writes=Rate.parse(limit))
+        assert ("too much of tiers.nvme.max_writes" in store.io.reason) is not is_measured
+        assert store.writes.written_bytes == (MEASURING_BYTES if is_measured else 0)
+        store.close()
+        again = limited(tmp_path / limit[:2], io=IoMode.MMAP, max_writes=Rate.parse(limit))
+        assert again.writes.in_period_bytes() == (MEASURING_BYTES if is_measured else 0)
+
+
+def test_what_cannot_be_counted_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(30, os.strerror(30))
+
+    store = limited(tmp_path / "kv", max_writes=Rate.parse("64GB/day"))
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderLedger, "save", failing)
+        assert not store.writes.spend(1000)
+    assert store.writes.spend(1000) and not store.writes.spend(1_000_000_001)
 
 
 @pytest.fixture(autouse=True)
