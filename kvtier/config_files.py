@@ -41,7 +41,8 @@ def check_nvme_path(path: Path) -> None:
             f"tiers.nvme.path: {path} cannot be used ({error.strerror}). Mend: give a shorter one"
         ) from None
     if not existing.is_dir():
-        raise ConfigError(f"tiers.nvme.path: {path}: {existing} is not a folder. Mend: give a folder's path")
+        below = "" if existing == path else f"{path}: "
+        raise ConfigError(f"tiers.nvme.path: {below}{existing} is not a folder. Mend: give a folder's path")
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".kvtier-probe-"):
             pass

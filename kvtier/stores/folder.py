@@ -1,6 +1,7 @@
 """A folder that one process owns, and the files that may lie in it.
 
-Every file is 0600 in a folder 0700, is opened relative to the folder's descriptor and never through a symlink.
+Every file is 0600 in a folder 0700, is opened relative to the folder's descriptor and never through a symlink. Nor is
+the folder itself; what leads to it is the user's own, and may.
 """
 
 from __future__ import annotations
@@ -65,13 +66,18 @@ class OwnedFolder:
 
         Raises:
             FolderInUseError: another store, here or in another process, owns it. Nothing in it was touched.
-            ConfigError: not a folder, not ours, not writable, or it holds files that kvtier did not make.
+            ConfigError: not a folder, a symlink, not ours, not writable, or it holds files that kvtier did not make.
         """
+        path = path.absolute()  # so that its last part has a name
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path = path.resolve(strict=True)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.path = path.parent.resolve(strict=True) / path.name
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
+            if path.is_symlink():
+                raise ConfigError(
+                    f"tiers.nvme.path: {path} is a symlink, which is not followed: remove it, or give another folder"
+                ) from error
             raise unusable(path, error) from error
         self.io: FileIo = BufferedIo(_PAGE_CACHE_BYTES)
         self.count: Callable[[int], None] = _count_nothing
@@ -98,15 +104,18 @@ class OwnedFolder:
             status = entry.stat(follow_symlinks=False)
             if entry_kind(entry.name, status.st_mode) is EntryKind.STRANGER:
                 kind = "a symlink" if entry.is_symlink() else "not kvtier's"
-                raise ConfigError(f"nvme folder {self.path}: {entry.name} in it is {kind}; give a folder of its own")
+                raise ConfigError(
+                    f"tiers.nvme.path: folder {self.path}: {entry.name} in it is {kind}; move it elsewhere, or give "
+                    "another folder"
+                )
             self._check_owner(status, entry.name)
 
     def _check_owner(self, status: os.stat_result, what: str) -> None:
         """Root may open anything: what another user put there is still not ours to read."""
         if status.st_uid != os.geteuid():
             raise ConfigError(
-                f"nvme folder {self.path}: {what} belongs to user {status.st_uid}, not to {os.geteuid()}; give a "
-                "folder of your own"
+                f"tiers.nvme.path: folder {self.path}: {what} belongs to user {status.st_uid}, not to {os.geteuid()}; "
+                "give a folder of your own"
             )
 
     def _remove_files(self) -> None:
@@ -276,4 +285,5 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"nvme folder {path}: {os.strerror(error.errno or 0)}; give a folder that you may write to")
+    reason = os.strerror(error.errno or 0)
+    return ConfigError(f"tiers.nvme.path: folder {path}: {reason}; give a folder that you may write to")

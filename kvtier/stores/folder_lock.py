@@ -43,7 +43,7 @@ def take_lock(folder_fd: int, path: Path) -> int:
     fd = os.open(LOCK_NAME, FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder_fd)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ConfigError(f"nvme folder {path}: lock is not a file; remove it")
+            raise ConfigError(f"tiers.nvme.path: folder {path}: lock is not a file; remove it")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

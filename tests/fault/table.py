@@ -77,7 +77,7 @@ class Row(enum.Enum):
         "crafted header with absurd lengths", "fields of a header set to extremes, its checksum made to fit"
     )
     PICKLE = Kind("a pickle file dropped in the folder", "a pickle that makes a file when it is loaded")
-    SYMLINK = Kind("a symlink in place of a file of the folder", "symlink(2), before an open and live")
+    SYMLINK = Kind("a symlink in place of the folder or a file of it", "symlink(2), before an open and live")
     WRONG_OWNER = Kind("folder or file of another user", "chown(2); as root only")
     LOOSE_MODE = Kind("segment file of a loose mode", "chmod(2)")
 

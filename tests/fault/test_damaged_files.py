@@ -5,6 +5,7 @@ What one fault of a kind costs in detail is in test_restart.py and test_nvme_sto
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.errors import ConfigError, StoreError
+from kvtier.errors import ConfigError, FolderInUseError, StoreError
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slot_format import HEADER, Geometry
@@ -331,6 +332,17 @@ def test_a_symlink_is_never_followed(tmp_path: Path, request: pytest.FixtureRequ
                 with pytest.raises(ConfigError, match=f"{name} in it is a symlink"):
                     NvmeStore(SHAPE, BUDGET_BYTES, folder, persistent, reserve_free_frac=0.0)
             detected += 1
+    (tmp_path / "elsewhere").mkdir(mode=0o755)
+    for target in (tmp_path / "elsewhere", precious, tmp_path / "nowhere"):  # the folder itself
+        folder = tmp_path / f"kv{detected}"
+        folder.symlink_to(target)
+        for persistent in (True, False):
+            with pytest.raises(ConfigError, match=r"tiers\.nvme\.path: .*/kv\d+ is a symlink.* remove it, or give"):
+                NvmeStore(SHAPE, BUDGET_BYTES, folder, persistent, reserve_free_frac=0.0)
+        assert folder.readlink() == target
+        detected += 1
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o755
     for target in (precious, tmp_path / "nowhere"):  # planted where a live store is about to make its next file
         folder = tmp_path / f"live{detected}"
         store = open_store(folder)
@@ -343,6 +355,16 @@ def test_a_symlink_is_never_followed(tmp_path: Path, request: pytest.FixtureRequ
         detected += 1
     assert precious.read_bytes() == b"x" * 100_000 and not list(held.iterdir()) and not (tmp_path / "nowhere").exists()
     report(request, Row.SYMLINK, detected=detected)
+
+
+def test_a_symlink_on_the_way_to_the_folder_is_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    filled(tmp_path / "link" / "kv", NUMBERS)
+    with contextlib.closing(open_store(tmp_path / "disk" / "kv")) as store:
+        assert served(store, NUMBERS)[0] == set(NUMBERS)
+        with pytest.raises(FolderInUseError):  # one folder, by whatever way
+            open_store(tmp_path / "link" / "kv")
 
 
 def test_what_another_user_owns_is_refused(
