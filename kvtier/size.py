@@ -66,10 +66,10 @@ class Size:
         return int(self.amount) if self.unit is SizeUnit.BYTES else int(total_bytes * self.amount / 100)
 
     def __str__(self) -> str:
-        """The size as `parse` reads it, in the largest binary unit that divides it."""
+        """The size as `parse` reads it, in the largest unit that divides it: 20GB is 19531250KiB to nobody."""
         if self.unit is SizeUnit.PERCENT:
             return f"{self.amount:g}%"
-        for name in ("TiB", "GiB", "MiB", "KiB"):
-            if self.amount and self.amount % _UNIT_BYTES[name] == 0:
-                return f"{int(self.amount) // _UNIT_BYTES[name]}{name}"
-        return f"{self.amount}B"
+        num_bytes = int(self.amount)
+        dividing = [name for name, unit_bytes in _UNIT_BYTES.items() if num_bytes and num_bytes % unit_bytes == 0]
+        name = max(dividing, key=_UNIT_BYTES.__getitem__, default="B")
+        return f"{num_bytes // _UNIT_BYTES[name]}{name}"

@@ -111,8 +111,9 @@ class NvmeStore(Store):
         move_bytes = self.slot_bytes + _BOOKKEEPING_BYTES
         if max_writes is not None and max_writes.num_bytes < move_bytes:
             raise BudgetError(
-                f"tiers.nvme.max_writes is {max_writes}, its minimum is {move_bytes} bytes: one block of "
-                f"{shape.block_tokens} tokens. Raise it, or leave it out for no limit"
+                f"tiers.nvme.max_writes is {max_writes}, its minimum is "
+                f"{Rate(move_bytes, max_writes.period_s)}: one block of {shape.block_tokens} tokens. Raise "
+                "it, or leave it out for no limit"
             )
         self.budget_bytes = budget_bytes
         self.persistent = persistent

@@ -140,5 +140,5 @@ def test_without_a_limit_it_is_counted_all_the_same(tmp_path: Path, written: lis
 
 
 def test_less_than_one_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match=r"tiers\.nvme\.max_writes is 8KiB/day, its minimum is \d+ bytes"):
+    with pytest.raises(BudgetError, match=r"max_writes is 8KiB/day, its minimum is \d+KiB/day: one block of"):
         TieredKV(tiny(), limited(tiny(), tmp_path, max_writes="8KiB/day"))

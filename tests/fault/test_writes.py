@@ -19,6 +19,7 @@ import pytest
 from kvtier.errors import BudgetError, ConfigError
 from kvtier.fsck import check_folder
 from kvtier.rate import Rate
+from kvtier.size import Size
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.io_choice import MEASURING_BYTES
 from kvtier.stores.nvme import NvmeStore
@@ -260,7 +261,7 @@ def test_a_disk_that_cannot_keep_the_count_gets_no_blocks(tmp_path: Path, monkey
 
 
 def test_less_than_a_block_is_refused_with_the_sum(tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match=rf"tiers.nvme.max_writes is 4KiB/h, its minimum is {MOVE_BYTES} bytes"):
+    with pytest.raises(BudgetError, match=rf"tiers.nvme.max_writes is 4KiB/h, its minimum is {Size(MOVE_BYTES)}/h:"):
         limited(tmp_path / "kv", max_writes=Rate.parse("4KiB/h"))
 
 

@@ -56,6 +56,14 @@ def test_sizes_print_as_they_are_read(size: Size) -> None:
     assert Size.parse(str(size)) == size
 
 
+@pytest.mark.parametrize(("written", "shown"), [
+    ("20GB", "20GB"), ("1TiB", "1TiB"), ("1.5TB", "1500GB"), ("1.5GiB", "1536MiB"), ("1000GiB", "1000GiB"),
+    ("15625MiB", "15625MiB"), ("1KB", "1kB"), ("1024kB", "1000KiB"), ("1001", "1001B"), (0, "0B"),
+])  # fmt: skip
+def test_sizes_print_in_the_largest_unit_that_divides_them(written: str, shown: str) -> None:
+    assert str(Size.parse(written)) == shown
+
+
 # --- what is accepted
 
 

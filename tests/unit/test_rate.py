@@ -10,7 +10,11 @@ from kvtier.rate import Rate
 @pytest.mark.parametrize(
     ("written", "num_bytes", "period_s", "shown"),
     [
-        ("2TB/day", 2 * 10**12, 86400, "1953125000KiB/day"),
+        ("2TB/day", 2 * 10**12, 86400, "2TB/day"),
+        ("330GB/day", 330 * 10**9, 86400, "330GB/day"),
+        ("0.33TB/day", 330 * 10**9, 86400, "330GB/day"),
+        ("1KB/h", 1000, 3600, "1kB/h"),
+        ("999B/h", 999, 3600, "999B/h"),
         ("500GiB/day", 500 << 30, 86400, "500GiB/day"),
         (" 1.5 GiB / h ", 3 << 29, 3600, "1536MiB/h"),
         ("4096/h", 4096, 3600, "4KiB/h"),
