@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvtier.benchmarks.conversations import Run
 from kvtier.benchmarks.monitor import bar
-from kvtier.benchmarks.verify import Verification, Verified, judge_answer, verify
+from kvtier.benchmarks.verify import Verification, Verified, judge_answer, replay_tokens, verify
 
 
 def prove(run: Run, chunk: int, verified: Verified, console: Console, finished: Callable[[], None]) -> bool:
@@ -28,7 +28,7 @@ def prove(run: Run, chunk: int, verified: Verified, console: Console, finished: 
     left = [record for record in checked if record.name not in verified.finished]
     # The first session is read twice more, for the tolerance.
     twice_more = checked[:1] * 2 if verified.plain_chunk_diff is None else []
-    total = sum(len(record.transcript) for record in [*left, *twice_more])
+    total = sum(replay_tokens(record) for record in [*left, *twice_more])
     try:
         with bar(console, "Verifying with the plain model", max(total, 1)) as advance:
             verify(

@@ -166,6 +166,16 @@ def replay(
                 logits = forward(position + 1)
 
 
+def replay_tokens(record: SessionRecord) -> int:
+    """How many tokens `replay` reads: some twice where the tiered run read them twice, and no last token at all."""
+    total = position = 0
+    for turn in record.turns:
+        begin = 0 if turn.reread else position
+        position = turn.prompt_tokens + max(len(turn.answer) - 1, 0)
+        total += position - begin
+    return total
+
+
 def chunk_difference(model: Any, record: SessionRecord, chunk: int, advance: Callable[[int], None]) -> float:
     """The plain model's largest logit difference between prefill chunks of `chunk` and of half that."""
     both = zip(replay(model, record, chunk, advance), replay(model, record, max(1, chunk // 2), advance), strict=True)

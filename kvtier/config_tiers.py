@@ -159,10 +159,11 @@ class NvmeTierConfig(Strict):
     MiB that measuring writes are more than a 64th of it. Less than one block is refused when the model is wrapped. Left
     out: no limit. Choose it by what the disk is rated for: 600 TB over 5 years are 330GB/day."""
     survives: Survives = Field(default=Survives.KILL, strict=False, title="kill or power_loss")
-    """After what every block whose copy down had ended can still be found. `kill` is the death of the process: the
-    order of writes is enough, and nothing is flushed. `power_loss` is the death of the machine: each block waits for
-    the disk twice, which makes copies down slower. Whatever is lost, a block that is not whole is never served: it
-    has a checksum. Without a `path` it does nothing."""
+    """After what every labelled block whose copy down had ended can still be found. `kill` is the death of the process:
+    the order of writes is enough, and nothing is flushed. `power_loss` is the death of the machine: each block waits
+    for the disk twice, which makes copies down slower. Whatever is lost, a block that is not whole is never served: it
+    has a checksum. Labelled are full blocks of token ids, but for [some](namespaces.md#when-a-block-gets-a-label);
+    nothing in TieredKV looks them up yet. Without a `path` it does nothing."""
     namespace_ttl: _Duration = Field(default=Duration(14 * 86400), title="a duration such as 14d, 36h or seconds")
     """Blocks of a model, adapter or setting that nobody opened for this long are overwritten before the folder grows;
     younger ones only when the budget is used up, those opened longest ago first. A number is seconds; the units are

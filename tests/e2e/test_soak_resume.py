@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvtier.benchmarks import conversations, soak
+from kvtier.benchmarks import conversations, proof, soak
 from kvtier.benchmarks.checkpoint import CheckpointFile
 from kvtier.benchmarks.models import LoadedModel
-from kvtier.benchmarks.verify import replay
+from kvtier.benchmarks.verify import replay, replay_tokens
 from kvtier.cli import main
 from kvtier.errors import ConfigError
 from tests.e2e.soaking import CONFIG, soak_quietly, tiny_loaded
@@ -53,6 +55,19 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, ...]]]
     return found
 
 
+@contextlib.contextmanager
+def told_bar(bar: Any, total: int, done: list[int]) -> Iterator[Callable[[int], None]]:
+    """Adds up in `done` what is told of work done, beside the total."""
+    done[1] = total
+    with bar as advance:
+
+        def both(amount: int) -> None:
+            done[0] += amount
+            advance(amount)
+
+        yield both
+
+
 def test_a_resumed_run_ends_with_the_same_tokens(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -74,7 +89,11 @@ def test_a_resumed_run_ends_with_the_same_tokens(
         assert first.exit_status == 130 and first.document["tokens"] == 24
     saved = file.load()
     assert saved.counts["turns"] == 4
-    document = soak_quietly(loaded, file=file, saved=saved, **small).document
+    done, bar = [0, 0], proof.bar
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "bar", lambda console, text, total: told_bar(bar(console, text, total), total, done))
+        document = soak_quietly(loaded, file=file, saved=saved, **small).document
+    assert done[0] == done[1] > 0  # what was read twice is verified twice: 100 %, not more
     assert told == expected and [len(turns) for turns in told.values()] == [2, 2, 2]
     assert {name: document[name] for name in COUNTS} == {name: whole[name] for name in COUNTS}
     assert document["verdict"] == "pass" and document["prompt_tokens"] > whole["prompt_tokens"]
@@ -94,7 +113,7 @@ def test_a_reread_turn_is_verified_as_it_was_computed(loaded: LoadedModel) -> No
     record.turns = [turn(3, (4, 5), Path(), None), turn(7, (8,), Path(), None, True)]
     chunks: list[int] = []
     assert len(list(replay(loaded.model, record, 4, chunks.append))) == 3
-    assert chunks == [3, 1, 4, 3]
+    assert chunks == [3, 1, 4, 3] and replay_tokens(record) == 11
 
 
 def test_verification_goes_on_where_it_was_interrupted(
