@@ -123,5 +123,5 @@ def load_faults(source: str | Path | Mapping[str, Any], config: KVTierConfig | N
     except ValidationError as error:
         problems = explain_all(error.errors(), FaultSettings)
     except ConfigError as error:
-        problems = str(error)
-    raise ConfigError("\n".join(f"{where}: {line}" for line in problems.splitlines()))
+        problems = list(error.mistakes)
+    raise ConfigError(*(f"{where}: {problem}" for problem in problems))

@@ -1,8 +1,8 @@
 """The command line: `kvtier soak`, `kvtier doctor`, `kvtier fsck`, `kvtier version`.
 
 Exit statuses: 0 all is well; 1 the soak failed, the folder is damaged, or the config given to the doctor cannot work
-here; 2 bad input, or a standard output that cannot be written, one line on stderr; 3 the soak was not fully verified;
-130 interrupted; 141 the pipe's reader has left. Only this module and the benchmarks print.
+here; 2 bad input, with a line on stderr for each mistake, or a standard output that cannot be written; 3 the soak was not
+fully verified; 130 interrupted; 141 the pipe's reader has left. Only this module and the benchmarks print.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.progress import (
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError
-from kvtier.log import VARIABLE, parse_level
+from kvtier.log_level import VARIABLE, parse_level
 from kvtier.terminal import OutputLostError, guarded_errors, guarded_output, printable, sigterm_is_ctrl_c
 
 EXIT_DAMAGED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -267,6 +267,8 @@ def _run(words: list[str]) -> int:
     try:
         with sigterm_is_ctrl_c():
             result = app(args=words, prog_name="kvtier", standalone_mode=False)
+    except ConfigError as error:
+        return _complain(*error.mistakes)
     except KVTierError as error:
         return _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -284,8 +286,8 @@ def _run(words: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _complain(message: str) -> int:
-    if message:
+def _complain(*messages: str) -> int:
+    for message in filter(None, messages):
         sys.stderr.write(f"kvtier: {printable(' '.join(message.split()))}\n")
     return EXIT_BAD_INPUT
 

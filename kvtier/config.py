@@ -113,7 +113,7 @@ class KVTierConfig(Strict):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explain_all(error.errors(), KVTierConfig)) from None
+            raise ConfigError(*explain_all(error.errors(), KVTierConfig)) from None
 
 
 def load_config(source: str | Path | Mapping[str, Any] | KVTierConfig | None) -> KVTierConfig:
@@ -153,4 +153,4 @@ def _build(values: Mapping[Any, Any], where: str) -> KVTierConfig:
         check_shape(values)
         return KVTierConfig(**values)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from None
+        raise ConfigError(*(f"{where}: {mistake}" for mistake in error.mistakes)) from None

@@ -30,11 +30,11 @@ def check_shape(value: object, path: str = "", depth: int = 0) -> None:
             check_shape(inner, inner_path, depth + 1)
 
 
-def explain_all(details: list[ErrorDetails], root: type[BaseModel]) -> str:
+def explain_all(details: list[ErrorDetails], root: type[BaseModel]) -> list[str]:
     """One line for each mistake. A key that is missing beside an unknown one is most likely that one, misspelt."""
     misspelt = {detail["loc"][:-1] for detail in details if detail["type"] == "extra_forbidden"}
     told = (d for d in details if d["type"] != "missing" or d["loc"][:-1] not in misspelt)
-    return "\n".join(_explain(detail, root) for detail in told)
+    return [_explain(detail, root) for detail in told]
 
 
 def _explain(detail: ErrorDetails, root: type[BaseModel]) -> str:

@@ -97,7 +97,7 @@ def parse_yaml(text: str, where: str, example: str = "tiers: {gpu: {budget: 1GiB
         place = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{where}{place}: {error.problem}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{where}: is not YAML: {error}") from None
+        raise ConfigError(f"{where}: is not YAML: {' '.join(str(error).split())}") from None  # one mistake, one line
     if not isinstance(document, Mapping):
         raise ConfigError(f"{where}: must be a mapping such as `{example}`, got {document!r:.80}")
     return document

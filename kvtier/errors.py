@@ -30,7 +30,15 @@ class KVTierError(Exception):
 
 
 class ConfigError(KVTierError, ValueError):
-    """A config that cannot be used. Nothing was opened or allocated."""
+    """A config that cannot be used. Nothing was opened or allocated. Its text has a line for each mistake.
+
+    Attributes:
+        mistakes: these lines. Not the text split at line breaks: a name in it may hold some.
+    """
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
 
 
 class BudgetError(ConfigError):

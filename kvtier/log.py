@@ -12,8 +12,7 @@ import sys
 import time
 from typing import TextIO
 
-VARIABLE = "KVTIER_LOG"
-_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+from kvtier.log_level import VARIABLE, parse_level
 
 
 class RateLimit(logging.Filter):
@@ -52,18 +51,6 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
-
-
-def parse_level(name: str) -> int:
-    """The level of the `logging` module that a value of KVTIER_LOG names, in any case.
-
-    Raises:
-        ValueError: another value; the message names the variable, the value and the mend.
-    """
-    level = _LEVELS.get(name.strip().lower())
-    if level is None:
-        raise ValueError(f"{VARIABLE}={name}: give {', '.join(_LEVELS)}, or leave it unset")
-    return int(level)
 
 
 def show(name: str | None) -> None:

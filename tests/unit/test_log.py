@@ -74,6 +74,13 @@ def test_a_wrong_level_is_refused_on_the_command_line(
     assert capsys.readouterr() == ("", "kvtier: KVTIER_LOG=loud: give debug, info, warning, error, or leave it unset\n")
 
 
+def test_a_wrong_level_is_said_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvtier.cli", "fsck", str(tmp_path)]
+    done = subprocess.run(command, env={"KVTIER_LOG": "loud"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvtier: KVTIER_LOG=loud: give debug, info, warning, error, or leave it unset\n"
+
+
 @pytest.mark.parametrize(("value", "handlers"), [(None, 0), ("", 0), ("debug", 1)])
 def test_a_handler_is_there_only_if_the_variable_is_set(value: str | None, handlers: int) -> None:
     environment = {} if value is None else {"KVTIER_LOG": value}

@@ -173,6 +173,19 @@ def test_an_empty_argument_is_refused_by_name(
     assert not out and err.startswith(f"kvtier: {name}: an empty argument") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["doctor", "soak"])
+def test_each_mistake_of_a_config_has_its_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / os.fsdecode(b"a\nb.yaml")  # whose line break makes no line
+    config.write_text("io_threads: 0\nblock_tokens: 17\ntiers: {gpu: {budgte: 1GiB}}\n")
+    assert cli.main([command, "--config", str(config)]) == cli.EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    keys = ["block_tokens: ", "tiers.gpu.budgte: ", "io_threads: "]
+    assert not out and [line for line in err.splitlines() if not line.startswith("kvtier: ")] == []
+    assert [key in line for key, line in zip(keys, err.splitlines(), strict=True)] == [True] * 3, err
+
+
 def test_names_that_a_terminal_would_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(os.fsdecode(bytes(tmp_path) + b"/" + NAME))
     filled(path / "kv", range(3))
