@@ -1,8 +1,8 @@
 """The command line: `kvtier soak`, `kvtier doctor`, `kvtier fsck`, `kvtier version`.
 
 Exit statuses: 0 all is well; 1 the soak failed, the folder is damaged, or the config given to the doctor cannot work
-here; 2 bad input, with a line on stderr for each mistake, or a standard output that cannot be written; 3 the soak was not
-fully verified; 130 interrupted; 141 the pipe's reader has left. Only this module and the benchmarks print.
+here; 2 bad input, with a line on stderr for each mistake, or a standard output that cannot be written; 3 the soak was
+not fully verified; 130 interrupted; 141 the pipe's reader has left. Only this module and the benchmarks print.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.fsck_report import FsckReport, GeometryReport, NamespaceReport, Outcome, Problem
+from kvtier.fsck_report import FsckReport, GeometryReport, NamespaceReport, Outcome, Problem, counted
 from kvtier.fsck_scan import Progress, Scan, ScanSegment, Visit
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder_entries import WRITES_NAME, EntryKind, namespace_name, namespace_of
@@ -77,10 +77,10 @@ class _Check:
 
     def __init__(self, view: FolderView, repair: bool, progress: Progress) -> None:
         self._view, self._repair, self._progress = view, repair, progress
-        self.report = FsckReport(view.path, view.owner())
+        self.report = FsckReport(view.path, view.owner(), repair)
         self._segments: list[ScanSegment] = []
         self._opened_s: dict[bytes, float] = {}
-        self._to_mend: list[tuple[str, str, Mend]] = []
+        self._to_mend: list[tuple[str, str, str, Mend]] = []
         self._to_sync: set[str] = set()
         self._lock = threading.Lock()
 
@@ -159,17 +159,18 @@ class _Check:
                 mend_segment(fd, geometry, look.num_whole_slots)
             self._to_sync.add(entry.name)
 
-        what = f"was cut off: {lost} slots are missing" if lost else "is longer than its slots"
-        self._to_mend.append((entry.name, what, mend))
+        missing = f"{counted(lost, 'slot')} {'is' if lost == 1 else 'are'} missing"
+        what = f"was cut off: {missing}" if lost else "is longer than its slots"
+        self._to_mend.append((entry.name, what, "repaired", mend))
 
     def _to_remove(self, name: str, what: str) -> None:
-        self._to_mend.append((name, what, lambda: self._view.unlink(name)))
+        self._to_mend.append((name, what, "removed", lambda: self._view.unlink(name)))
 
     def mend_files(self) -> None:
         """Report the files that are not in order; with `repair` see to them."""
-        for name, what, mend in self._to_mend:
+        for name, what, done, mend in self._to_mend:
             is_mended, reason = self._mended(mend)
-            self.report.add_problem(Problem(name, what, is_mended, reason=reason))
+            self.report.add_problem(Problem(name, what, is_mended, reason=reason, mend=done))
         if self._repair and not self._view.is_private():
             _try(self._view.make_private)
 
@@ -248,7 +249,7 @@ class _Check:
                 if check.num_bad_slices:
                     what += f", {check.num_bad_slices} of {segment.geometry.num_slices} slices"
                 self.report.add_problem(
-                    Problem(segment.name, what, is_mended, slot, check.namespace, check.bad_slices, why)
+                    Problem(segment.name, what, is_mended, slot, check.namespace, check.bad_slices, why, "repaired")
                 )
 
     def _scan(self, visit: Visit, *, slices: bool) -> None:
@@ -286,7 +287,8 @@ class _Check:
                 del report.namespaces[namespace]
             report.num_swept = len(removed)
         elif empty:
-            report.notices.append(f"{len(empty)} namespaces have no block that verifies")
+            have = "has" if len(empty) == 1 else "have"
+            report.notices.append(f"{counted(len(empty), 'namespace')} {have} no block that verifies")
 
     def _sync(self) -> None:
         for name in sorted(self._to_sync):

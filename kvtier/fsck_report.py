@@ -44,6 +44,8 @@ class Problem:
     slices: tuple[int, ...] = ()
     """Of a damaged slot, the first few."""
     reason: str = ""
+    mend: str = ""
+    """What a repair makes of it: `repaired` or `removed`; empty: nothing, it is not for us to touch."""
 
     def document(self) -> dict[str, Any]:
         return {
@@ -61,7 +63,7 @@ class Problem:
         where = ascii(self.file)[1:-1] + ("" if self.slot is None else f", slot {self.slot}")
         slices = f" (slice {', '.join(map(str, self.slices))})" if self.slices else ""
         reason = f": {self.reason}" if self.reason else ""
-        return f"{where}: {self.what}{slices}{reason}" + ("; repaired" if self.is_mended else "")
+        return f"{where}: {self.what}{slices}{reason}" + (f"; {self.mend}" if self.is_mended else "")
 
 
 @dataclass(slots=True)
@@ -103,12 +105,16 @@ class FsckReport:
     path: Path
     owner: str | None
     """What the lock says of the process that used the folder; None: nobody did."""
+    repairs: bool = False
+    """Whether it was asked to."""
     slots: Counter[SlotState] = field(default_factory=Counter)
     namespaces: dict[bytes, NamespaceReport] = field(default_factory=dict)
     geometries: dict[Geometry, GeometryReport] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     num_problems: int = 0
     num_mended: int = 0
+    num_mendable: int = 0
+    """What was not repaired because nobody asked for it."""
     notices: list[str] = field(default_factory=list)
     used_bytes: int = 0
     """As `du` counts the folder, before any repair."""
@@ -131,6 +137,7 @@ class FsckReport:
         """Count it, and name it if there are not too many."""
         self.num_problems += 1
         self.num_mended += problem.is_mended
+        self.num_mendable += bool(problem.mend) and not self.repairs
         if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(problem)
 
@@ -200,9 +207,9 @@ class FsckReport:
         counts = ", ".join(f"{self.slots[state]} {state.value}" for state in SlotState if self.slots[state])
         parts.append(Text(f"slots: {counts or 'none'}"))
         if self.dropped_namespace:
-            parts.append(Text(f"dropped: {self.num_dropped} slots of {self.dropped_namespace.hex()}"))
+            parts.append(Text(f"dropped: {counted(self.num_dropped, 'slot')} of {self.dropped_namespace.hex()}"))
         if self.num_swept:
-            parts.append(Text(f"removed: {self.num_swept} files of namespaces without a block"))
+            parts.append(Text(f"removed: {counted(self.num_swept, 'file')} of namespaces without a block"))
         parts += [Text(problem.line()) for problem in self.problems[:_MAX_SHOWN]]
         if self.num_problems > _MAX_SHOWN:
             parts.append(Text(f"and {self.num_problems - _MAX_SHOWN} more (--json names {_MAX_PROBLEMS})"))
@@ -235,8 +242,15 @@ class FsckReport:
             Outcome.REPAIRED: f"all of {self.num_mended} found",
             Outcome.DAMAGED: f"problems: {left}, repaired: {self.num_mended}",
         }[self.outcome]
+        if self.num_mendable:
+            detail += f"; --repair mends {'all' if self.num_mendable == left else self.num_mendable} of them"
         speed = decimal(int(self.read_bytes / max(self.elapsed_s, 1e-3)))
         return f"{self.outcome.value}: {detail}; {decimal(self.read_bytes)} in {self.elapsed_s:.1f} s ({speed}/s)"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 slot`, `2 slots`."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _iso(at_s: float | None) -> str | None:

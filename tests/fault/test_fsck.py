@@ -434,7 +434,7 @@ def test_files_of_ours_that_cannot_be_used_are_removed_by_a_repair_alone(tmp_pat
     report = check_folder(kv)
     assert {each.file for each in report.problems} == {first.name, second.name}
     assert first.exists() and second.exists() and unused.exists()
-    assert report.notices == ["1 namespaces have no block that verifies"]
+    assert report.notices == ["1 namespace has no block that verifies"]
     report = check_folder(kv, repair=True)
     assert report.outcome is Outcome.REPAIRED and report.num_swept == 1
     assert sorted(path.name for path in kv.iterdir()) == ["lock", f"namespace-{namespace(0).hex()}", third.name]

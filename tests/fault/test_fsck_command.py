@@ -41,11 +41,24 @@ def test_statuses_of_a_folder_that_is_sound_damaged_repaired(
         assert cli.main(["fsck", str(tmp_path / "kv")]) == 1
         out, err = capsys.readouterr()
         assert "segment-00000.kvt, slot 2: damaged, 1 of 3 slices (slice 0)" in out
-        assert "damaged: problems: 1, repaired: 0" in out and not err
+        assert "damaged: problems: 1, repaired: 0; --repair mends all of them" in out and not err
     assert cli.main(["fsck", str(tmp_path), "--repair"]) == 0
     assert "repaired: all of 1 found" in capsys.readouterr().out
     assert cli.main(["fsck", str(tmp_path), "--drop", namespace(0).hex()[:8]]) == 0
     assert f"dropped: 5 slots of {namespace(0).hex()}" in capsys.readouterr().out
+
+
+def test_what_a_repair_does_is_said_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged(tmp_path)
+    segments(tmp_path / "kv")[0].with_name("segment-00007.kvt").write_bytes(b"")
+    (tmp_path / "kv" / "segment-00007.kvt").chmod(0o600)
+    (tmp_path / "kv" / "notes.txt").touch()
+    assert cli.main(["fsck", str(tmp_path)]) == 1
+    assert "damaged: problems: 3, repaired: 0; --repair mends 2 of them" in capsys.readouterr().out
+    assert cli.main(["fsck", str(tmp_path), "--repair"]) == 1
+    out = capsys.readouterr().out
+    assert "(slice 0); repaired\n" in out and re.search(r"segment-00007.kvt: .*; removed\n", out)
+    assert "damaged: problems: 1, repaired: 2;" in out and "--repair" not in out
 
 
 def test_what_a_wrapper_leaves_is_clean_and_gone_after_a_drop(tmp_path: Path) -> None:
