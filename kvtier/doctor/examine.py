@@ -66,7 +66,8 @@ def examine(wishes: Wishes, watch: Watch) -> Report:
     host = measure_host(_HOST_QUICK_S if quick else _HOST_S, watch)
     gpus = measure_gpus(_COPY_QUICK_S if quick else _COPY_S, watch)
     facts = Facts(place, limits, disk, host, gpus)
-    proposal = propose(facts, path)
+    nvme = None if config is None else config.tiers.nvme
+    proposal = propose(facts, path, nvme.max_writes if nvme is not None else None)
     found = [] if config is None else problems(config, facts)
     warned = warnings(facts, config or proposal.config)
     return Report(facts, proposal, wishes.config or "", found, warned, quick, time.monotonic() - started_s)

@@ -14,6 +14,7 @@ from kvtier.config_tiers import MIN_PAGE_CACHE_BYTES
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk_rates import Access
 from kvtier.doctor.facts import SLICE_BYTES, Facts
+from kvtier.rate import Rate
 from kvtier.size import Size
 from kvtier.terminal import printable
 from kvtier.types import IoMode
@@ -55,16 +56,17 @@ class Proposal:
     config: KVTierConfig
 
 
-def propose(facts: Facts, path: Path | None) -> Proposal:
+def propose(facts: Facts, path: Path | None, max_writes: Rate | None = None) -> Proposal:
     """A config for this machine.
 
     Args:
         path: the nvme tier's, where one was asked for.
+        max_writes: of the given config. Nothing that is measured here says how much the disk is rated for.
 
     Raises:
         ConfigError: the folder cannot be written any more.
     """
-    text = "\n".join(str(line) for line in _lines(facts, path)) + "\n"
+    text = "\n".join(str(line) for line in _lines(facts, path, max_writes)) + "\n"
     values = dict(parse_yaml(text, "the proposal"))
     return Proposal(text, values, load_config(values))
 
@@ -98,7 +100,7 @@ def faster_mode(facts: Facts) -> tuple[IoMode, str]:
     return mode, words
 
 
-def _lines(facts: Facts, path: Path | None) -> Iterator[Line]:
+def _lines(facts: Facts, path: Path | None, max_writes: Rate | None) -> Iterator[Line]:
     mode, why_mode = faster_mode(facts)
     nvme = _nvme_bytes(facts)
     yield Line(0, "block_tokens", *_block_tokens(facts, mode, nvme))
@@ -125,6 +127,8 @@ def _lines(facts: Facts, path: Path | None) -> Iterator[Line]:
         yield Line(1, "", "", f"no nvme tier: {nvme.why}")
     else:
         yield from _nvme_lines(facts, path, nvme, mode, why_mode)
+        if max_writes is not None:
+            yield Line(2, "max_writes", str(max_writes), "as in your config")
         yield from _reading_lines(facts, mode)
 
 

@@ -12,6 +12,10 @@ from kvtier.doctor.limits import UNLIMITED
 from kvtier.doctor.proposal import gigabytes, size_words
 from kvtier.errors import ConfigError
 from kvtier.policy import load_eviction, load_prefetch
+from kvtier.rate import Rate
+from kvtier.stores.file_io import PAGE_BYTES
+from kvtier.stores.folder import check_folder_usable
+from kvtier.stores.nvme_layout import BOOKKEEPING_BYTES
 from kvtier.types import IoMode, Tier
 
 # What a disk is held against. Bytes of KV a token, and tokens a second that a common machine prefills.
@@ -19,6 +23,7 @@ EXAMPLE_CUDA = ("an 8B model in 16 bits", 131_072, 5_000)
 EXAMPLE_CPU = ("SmolLM2-135M in fp32", 46_080, 200)
 _FILES_OF_ITS_OWN = 256
 _SEGMENT_BYTES = 1 << 30
+_LEAST_MOVE_BYTES = 2 * PAGE_BYTES + BOOKKEEPING_BYTES  # of the smallest block: a page, and one of its header
 
 
 def example(facts: Facts) -> tuple[str, int, int]:
@@ -28,7 +33,7 @@ def example(facts: Facts) -> tuple[str, int, int]:
 
 def warnings(facts: Facts, config: KVTierConfig | None) -> list[str]:
     """What is not as it should be, in plain words; `config` is the given one, else the proposal."""
-    return [*_disk_warnings(facts), *_limit_warnings(facts, config)]
+    return [*_disk_warnings(facts), *_limit_warnings(facts, config), *_write_warnings(facts, config)]
 
 
 def _disk_warnings(facts: Facts) -> Iterator[str]:
@@ -85,6 +90,19 @@ def _limit_warnings(facts: Facts, config: KVTierConfig | None) -> Iterator[str]:
         )
 
 
+def _write_warnings(facts: Facts, config: KVTierConfig | None) -> Iterator[str]:
+    nvme = None if config is None else config.tiers.nvme
+    if config is None or nvme is None or nvme.max_writes is None or not nvme.budget.amount:
+        return
+    name, token_bytes, _ = example(facts)
+    block_bytes = config.block_tokens * token_bytes
+    if nvme.max_writes.num_bytes < block_bytes:
+        yield (
+            f"tiers.nvme.max_writes is {nvme.max_writes}, and one block of {config.block_tokens} tokens of {name} "
+            f"takes {size_words(block_bytes)}: with less than a block of your model, wrapping it is refused. Raise it"
+        )
+
+
 def problems(config: KVTierConfig, facts: Facts) -> list[str]:
     """Why this config cannot be what it says on this machine now; empty: it can, as far as one sees without a model."""
     return [*_policy_problems(config), *_memory_problems(config, facts), *_nvme_problems(config, facts)]
@@ -136,9 +154,13 @@ def _nvme_problems(config: KVTierConfig, facts: Facts) -> Iterator[str]:
     if nvme.path is not None:
         try:
             check_nvme_path(nvme.path)
+            check_folder_usable(nvme.path / "kv")
         except ConfigError as error:
             yield str(error)
             return
+    least = Rate(_LEAST_MOVE_BYTES, nvme.max_writes.period_s) if nvme.max_writes else None
+    if nvme.max_writes and least and nvme.max_writes.num_bytes < least.num_bytes:
+        yield f"tiers.nvme.max_writes is {nvme.max_writes}, less than a block of any model takes, {least}: raise it"
     refused = facts.disk.takes_direct
     if nvme.io is IoMode.DIRECT and isinstance(refused, NotMeasured):
         yield f"tiers.nvme.io is direct, and {refused.why}: set it to auto or mmap, or give another folder"

@@ -11,11 +11,10 @@ import torch
 from kvtier.errors import BudgetError, ClosedError, StoreError
 from kvtier.rate import Rate
 from kvtier.stores.base import Store
-from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.io_choice import MEASURED_FROM_BYTES, MEASURING_BYTES, IoChoice, choose_io, make_io
 from kvtier.stores.namespaces import Namespaces
-from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes
+from kvtier.stores.nvme_layout import BOOKKEEPING_BYTES, RESERVE_FREE_FRAC, min_budget_bytes
 from kvtier.stores.nvme_open import held_back, open_space
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, io_error, no_space
 from kvtier.stores.slot_format import Geometry, Payload
@@ -32,7 +31,6 @@ from kvtier.wear import WriteMeter
 __all__ = ["NvmeStore", "min_budget_bytes"]
 
 _DAY_S = 86400.0
-_BOOKKEEPING_BYTES = 3 * PAGE_BYTES  # an old header that is taken back, a new segment's superblock, and one to spare
 
 
 class NvmeStore(Store):
@@ -108,7 +106,7 @@ class NvmeStore(Store):
                 f"{self.slot_bytes} and {min_budget_bytes(shape) - self.slot_bytes} for the folder, lock and index. "
                 "Raise it, lower block_tokens, or leave the nvme tier out"
             )
-        move_bytes = self.slot_bytes + _BOOKKEEPING_BYTES
+        move_bytes = self.slot_bytes + BOOKKEEPING_BYTES
         if max_writes is not None and max_writes.num_bytes < move_bytes:
             raise BudgetError(
                 f"tiers.nvme.max_writes is {max_writes}, its minimum is "

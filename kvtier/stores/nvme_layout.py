@@ -8,6 +8,8 @@ from kvtier.types import BlockShape
 
 RESERVE_FREE_FRAC = 0.05  # of the disk, which always stays free
 FOLDER_BYTES = 64 << 10  # the folder, which grows with its entries, and its lock file
+BOOKKEEPING_BYTES = 3 * PAGE_BYTES
+"""Written beside a slot at most: an old header that is taken back, a new segment's superblock, and one to spare."""
 _EXTENTS_PER_INDEX_BLOCK = 300  # ext4 keeps 340 in 4 KiB; at worst each slot of a half-written segment is an extent
 _EXTENTS_PER_SPARSE_SLOT = 4  # written and merely allocated pages are apart, and what a slot grew by lies elsewhere
 

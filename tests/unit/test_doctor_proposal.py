@@ -25,6 +25,7 @@ from kvtier.doctor.limits import UNLIMITED, Limits
 from kvtier.doctor.proposal import Proposal, propose
 from kvtier.doctor.report import Report
 from kvtier.doctor.show import print_report
+from kvtier.rate import Rate
 from kvtier.types import IoMode, Tier
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -176,11 +177,47 @@ def test_the_disk_is_held_against_the_stated_prefill() -> None:
             {"takes_direct": NONE},
             "io is direct",
         ),
+        (
+            {"gpu": {"budget": "1GiB"}, "nvme": {"budget": "1GiB", "max_writes": "19KiB/day"}},
+            {},
+            "max_writes is 19KiB/day, less than a block of any model takes, 20KiB/day",
+        ),
     ],
 )
 def test_what_speaks_against_a_config(tiers: dict[str, Any], machine: dict[str, Any], words: str) -> None:
     (problem,) = verdict.problems(read_config({"tiers": tiers}), facts(**machine))
     assert words in problem
+
+
+def test_writes_below_a_block_of_a_common_model_are_a_warning() -> None:
+    block_bytes = 256 * 46_080
+    for limit_bytes, number in ((block_bytes - 1, 1), (block_bytes, 0)):
+        tiers = {"gpu": {"budget": "1GiB"}, "nvme": {"budget": "1GiB", "max_writes": f"{limit_bytes}/h"}}
+        config = read_config({"tiers": tiers})
+        assert verdict.problems(config, facts()) == []
+        found = [text for text in verdict.warnings(facts(), config) if "max_writes" in text]
+        assert len(found) == number and all("11.2 MiB: with less than a block" in text for text in found)
+
+
+def test_a_folder_that_the_tier_would_refuse(tmp_path: Path) -> None:
+    kv = tmp_path / "kv"
+    nvme = {"budget": "1GiB", "path": str(tmp_path)}
+    config = read_config({"tiers": {"gpu": {"budget": "1GiB"}, "nvme": nvme}})
+    assert verdict.problems(config, facts()) == [] and not kv.exists()
+    kv.mkdir(mode=0o755)
+    (kv / "notes.txt").touch()
+    (problem,) = verdict.problems(config, facts())
+    assert "tiers.nvme.path" in problem and "notes.txt in it is not kvtier's" in problem
+    assert kv.stat().st_mode & 0o777 == 0o755 and [each.name for each in kv.iterdir()] == ["notes.txt"]
+    kv.rename(tmp_path / "elsewhere")
+    kv.symlink_to(tmp_path / "elsewhere")
+    (problem,) = verdict.problems(config, facts())
+    assert "tiers.nvme.path" in problem and "kv is a symlink, which is not followed" in problem
+
+
+def test_a_limit_of_writes_is_kept() -> None:
+    nvme = propose(facts(), Path("/tmp"), Rate.parse("330GB/day")).config.tiers.nvme
+    assert nvme is not None and str(nvme.max_writes) == "330GB/day"
 
 
 def test_what_the_tier_has_on_the_disk_already_is_its_own() -> None:
