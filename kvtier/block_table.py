@@ -28,7 +28,8 @@ class Made(enum.IntEnum):
     PLACED = 1
     """Its id and its position."""
     OTHERWISE = 2
-    """Other inputs too (token types, …), hooks or autocast, which nobody keeps: it cannot be computed again."""
+    """Other inputs too (token types, …), hooks, autocast or something set on the modules since the row began: nobody
+    keeps those, and it cannot be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,8 @@ class BlockTable:
             return "some of its tokens were fed as inputs_embeds, and their ids are not known"
         if Made.OTHERWISE in self._made[first:last]:
             return (
-                "some of its tokens were computed under hooks or autocast, or with inputs beside ids, positions and a "
-                "mask (token types, …)"
+                "some of its tokens were computed under hooks or autocast, after something was set on the model's "
+                "modules, or with inputs beside ids, positions and a mask (token types, …)"
             )
         return None
 

@@ -112,7 +112,7 @@ class _SplitForward:
         self._state.take_rows(inputs.num_rows)
         self._state.check_weights()
         self._state.note_arguments(arguments)
-        if not self._state.is_plain():
+        if not self._state.is_as_begun():
             inputs = replace(inputs, made=Made.OTHERWISE)
         return inputs, columns_masked_since(self._batch, arguments.get("attention_mask"))
 

@@ -38,6 +38,10 @@ class Source(Protocol):
         """Of all but the tensors: what the modules are and what is set on them. None if a part cannot be told."""
         ...
 
+    def seen(self) -> bytes | None:
+        """Of what the modules are and what is set on them, as seen at the last look at the weights. Costs nothing."""
+        ...
+
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call computes the KV of its tokens from ids, positions, padding and the fingerprint alone."""
         ...

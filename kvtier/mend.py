@@ -71,7 +71,8 @@ class Mender:
     @contextmanager
     def _open_row(self, batch: Batch) -> Iterator[Compute]:
         cache = TieredCache(self._runtime, batch=batch)
-        cache.state.weights, cache.state.structure = self._state.weights, self._state.structure
+        own, given = cache.state, self._state
+        own.weights, own.structure, own.modules = given.weights, given.structure, given.modules
         try:
             yield partial(self._compute, cache)
         finally:

@@ -67,6 +67,7 @@ class TieredKV:
         group = describe(model, loaded.block_tokens)
         mark = WeightsMark(model)
         fingerprints = Fingerprints(model, group, mark)
+        mark.describe = fingerprints.modules
         make_untiered = functools.partial(new_untiered, model, group)
         past = UntieredLayers(make_untiered()).past
         self._runtime = Runtime(group, loaded, mark, make_untiered, fingerprints, past)

@@ -105,7 +105,8 @@ class TieredCache(Cache):
         else:
             batch = runtime.manager.fork(fork_of.batch)
             untiered = UntieredLayers(fork_of.untiered.fork())
-            self.state = CacheState(runtime, batch, untiered, fork_of.num_rows, fork_of.weights, fork_of.structure)
+            made_by = fork_of.weights, fork_of.structure, fork_of.modules
+            self.state = CacheState(runtime, batch, untiered, fork_of.num_rows, *made_by)
         runtime.untiered.add(untiered)
         layers = {index: TieredLayer(self.state, index) for index in runtime.group.layers} | untiered.layers
         super().__init__(layers=[layers[index] for index in range(len(layers))])

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtier.errors import UnsupportedModelError
 from kvtier.hf.cache import CACHE_NAMES
-from kvtier.hf.weights import WeightsMark
+from kvtier.hf.weights import NOT_OF_CONFIG, NOT_OF_MODULE, WeightsMark
 from kvtier.hf.wrapped import WrappedMethod
 from kvtier.identity import FORMATS, canonical, digest
 from kvtier.labels import Fingerprint
@@ -28,20 +28,6 @@ from kvtier.types import LayerGroup
 
 PIECE_BYTES = 16 << 20
 """What is copied at a time of a tensor that cannot be hashed where it lies."""
-
-# Of a config: who made it, what the caller gets beside logits, and what only training or `generate` reads.
-_NOT_OF_CONFIG = frozenset({
-    "_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache",
-    "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id", "problem_type",
-    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id",
-    "_attn_implementation", "_attn_implementation_internal", "_experts_implementation_internal",
-})  # fmt: skip
-
-# Of a module: the same, and adapters' states, which are hashed apart.
-_NOT_OF_MODULE = frozenset({
-    "training", "gradient_checkpointing", "name_or_path", "kernel_config", "config", "generation_config", "loss_type",
-    "all_tied_weights_keys", "warnings_issued", "forward", "generate", "merged_adapters",
-})  # fmt: skip
 
 # Arguments of a call that K and V depend on by ids, positions and padding alone, or not at all.
 PLAIN_ARGUMENTS = frozenset({
@@ -62,6 +48,13 @@ class Fingerprints:
         """As the function `fingerprint`."""
         return fingerprint(self._model, self._group, self._salt)
 
+    def modules(self) -> bytes | None:
+        """Of what the modules are and what is set on them; None if a part of the model cannot be told. Milliseconds."""
+        try:
+            return digest("modules", [("modules", canonical(_modules(self._model)))])
+        except UnsupportedModelError:
+            return None
+
     def structure(self) -> bytes | None:
         """Of all but parameters and buffers, which the mark watches; None if a part of the model cannot be told.
 
@@ -73,6 +66,10 @@ class Fingerprints:
             ])  # fmt: skip
         except UnsupportedModelError:
             return None
+
+    def seen(self) -> bytes | None:
+        """As `modules` was when the mark was last called; costs nothing."""
+        return self._mark.modules
 
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call's KV follows from ids, positions, padding and the fingerprint: no hooks, no autocast."""
@@ -154,7 +151,7 @@ def _is_own_forward(model: PreTrainedModel) -> bool:
 
 
 def _is_left_out(module: nn.Module, attribute: str) -> bool:
-    return attribute in _NOT_OF_MODULE or (attribute == "scaling" and _is_adapter(module))
+    return attribute in NOT_OF_MODULE or (attribute == "scaling" and _is_adapter(module))
 
 
 def _without(values: dict[Any, Any]) -> dict[Any, Any]:
@@ -162,7 +159,7 @@ def _without(values: dict[Any, Any]) -> dict[Any, Any]:
     return {
         key: _without(value) if isinstance(value, dict) else value
         for key, value in values.items()
-        if key not in _NOT_OF_CONFIG
+        if key not in NOT_OF_CONFIG
     }
 
 

@@ -31,6 +31,8 @@ class CacheState:
     """Mark of the weights that the tokens held were computed with."""
     structure: bytes | None = None
     """What the model was beside its weights when the first of them was computed; None: nobody asks, or can tell."""
+    modules: bytes | None = None
+    """What its modules were then, and what was set on them, as far as that is looked at before each call."""
     held_of_prompt: int = 0
     """Columns to drop from the next forward: assisted decoding passes the whole prompt again, held or not."""
     user: int | None = None
@@ -56,6 +58,7 @@ class CacheState:
             source, labels = self.runtime.source, self.runtime.labels
             recomputes = source is not None and self.runtime.config.on_block_loss == "recompute"
             self.structure = source.structure() if source is not None and recomputes else None
+            self.modules = None if source is None else source.seen()
             # Hashed before the first token is computed: a hash made later would say nothing about this KV.
             self.batch.origin = None if labels is None else labels.origin(self.weights)
         elif not self.has_current_weights():
@@ -65,23 +68,35 @@ class CacheState:
             )
 
     def note_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """From a call on whose KV comes from more than ids, positions and padding, no block gets a label.
+        """From a call on whose KV comes from more than ids, positions, padding and the model as it was, no block gets a
+        label.
 
         Called after `check_weights`.
         """
         labels = self.runtime.labels
-        if labels is not None and self.batch.origin is not None and not labels.is_plain(arguments):
+        if labels is None or self.batch.origin is None:
+            return
+        if not labels.is_plain(arguments) or not self._has_same_modules():
             self.batch.origin = None
 
-    def is_plain(self) -> bool:
-        """Whether no hook and no autocast has a part in what the model computes now. Called after `check_weights`."""
+    def is_as_begun(self) -> bool:
+        """Whether the model computes as it did when the first token held was: no hook, no autocast, nothing set on it.
+
+        Called after `check_weights`.
+        """
+        return self._is_plain() and self._has_same_modules()
+
+    def _is_plain(self) -> bool:
         return self.runtime.source is None or self.runtime.source.is_plain({})
+
+    def _has_same_modules(self) -> bool:
+        return self.runtime.source is None or self.runtime.source.seen() == self.modules
 
     def obstacle(self) -> str | None:
         """Why the model as it is now would not compute the tokens held again; None where nothing speaks against it."""
         if not self.has_current_weights():
             return "the model's weights have changed since"
-        if not self.is_plain():
+        if not self._is_plain():
             return "hooks or autocast have a part in what the model computes now, and nobody can tell whether they had"
         if self.runtime.source is None:
             return None

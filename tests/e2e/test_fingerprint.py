@@ -678,6 +678,43 @@ def test_kv_that_depends_on_more_than_tokens_gets_no_label(tmp_path: Path) -> No
             assert len(by_identity(written)) == 96 // BLOCK, f"after {name}, in a cache that was reset"
 
 
+def test_what_is_set_on_a_module_and_put_back_before_blocks_go_to_disk_ends_the_labels(tmp_path: Path) -> None:
+    """Both hashes were the same, and a later process would have found other KV under the tokens of those in between."""
+    model = tiny_from(LlamaConfig, **LLAMA)
+    attention = model.model.layers[0].self_attn
+    with watched(model, tmp_path / "plain", gpu_slots=20, cpu_blocks=0) as (tiered, written), torch.no_grad():
+        caches = [tiered.new_cache(), tiered.new_cache()]
+        for cache, ids in zip(caches, (tokens(48), tokens(32, 3)), strict=True):
+            tiered(ids, cache=cache)
+            tiered(tokens(1), cache=cache)  # a block is sealed when the next step begins
+        demote_all(tiered)
+        allowed = set(by_identity(written))
+    assert len(allowed) == (48 + 32) // BLOCK
+    with watched(model, tmp_path, gpu_slots=20, cpu_blocks=0) as (tiered, written), torch.no_grad():
+        cache, other = tiered.new_cache(), tiered.new_cache()
+        tiered(tokens(48), cache=cache)
+        before, attention.scaling = attention.scaling, attention.scaling * 3
+        tiered(tokens(48, 1), cache=cache)
+        attention.scaling = before
+        tiered(tokens(32, 2), cache=cache)
+        tiered(tokens(32, 3), cache=other)
+        demote_all(tiered)
+        assert len(by_identity(written)) >= 3 and set(by_identity(written)) <= allowed and None in written
+
+
+def test_setting_the_same_again_ends_nothing(tmp_path: Path) -> None:
+    model = tiny_from(LlamaConfig, **LLAMA)
+    with watched(model, tmp_path, gpu_slots=20, cpu_blocks=0) as (tiered, written), torch.no_grad():
+        cache = tiered.new_cache()
+        for seed in range(3):
+            tiered(tokens(32, seed), cache=cache)
+            model.model.layers[0].self_attn.scaling = float(repr(model.model.layers[0].self_attn.scaling))
+            model.note = seed  # nobody computes with it, but nobody can know that
+            del model.note
+        demote_all(tiered)
+        assert len(by_identity(written)) == 96 // BLOCK
+
+
 def test_an_argument_that_nobody_knows_is_not_plain(tmp_path: Path) -> None:
     model = llama()
     with watched(model, tmp_path) as (tiered, _):

@@ -431,6 +431,34 @@ def test_a_model_that_would_compute_other_kv_recomputes_nothing(
         assert recomputed(tiered) > 0
 
 
+def set_on_config(model: Any) -> Callable[[], None]:
+    before, model.config.rms_norm_eps = model.config.rms_norm_eps, 0.5
+    return lambda: setattr(model.config, "rms_norm_eps", before)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("change", [set_attribute, replace_forward, set_on_config])
+@torch.no_grad()
+def test_what_was_computed_while_something_was_set_on_a_module_is_not_recomputed_without_it(
+    change: Callable[[Any], Callable[[], None]], forked: bool, tmp_path: Path
+) -> None:
+    """Changed and put back: the model was as at the first token again, and made other KV for those in between."""
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path, cpu_blocks=0)) as tiered:
+        cache = tiered.new_cache()
+        tiered(tokens(100), cache=cache)
+        undo = change(model)
+        tiered(tokens(100, 1), cache=cache)
+        undo()
+        cache = cache.fork() if forked else cache
+        tiered(tokens(20, 2), cache=cache)
+        damage_files(tiered, truncate)
+        with pytest.raises(BlockLostError, match="after something was set on the model's modules"):
+            tiered(tokens(10, 3), cache=cache)
+        tiered.check_integrity()
+        assert cache.get_seq_length() == 220
+
+
 @pytest.mark.parametrize("mode", MODES)
 @torch.no_grad()
 def test_a_cache_whose_block_was_lost_is_freed_without_the_collector(mode: str, tmp_path: Path) -> None:
