@@ -76,7 +76,7 @@ class Losses:
 
         Raises:
             BlockLostError: one of them cannot be recomputed, is lost again and again, or there is no room to; says why.
-            CapacityError, BudgetError: there is no room for one that was itself dropped to make some.
+            CapacityError, BudgetError: there is no room for blocks that were themselves dropped to make some.
             TransferTimeoutError: the device hangs.
             After each of them the batch holds the tokens that it held; blocks that were mended before stay so.
         """
@@ -92,13 +92,15 @@ class Losses:
         while wanted:
             first = min(wanted, key=lambda block: self._placement.residency[block].index)
             cause = wanted[first]
+            # Asked before: an attempt that fails half-way may have mended some of them.
+            were_dropped = not any(self._placement.residency[block].copies for block in wanted)
             try:
                 self.with_room(partial(self._recompute, first, wanted))
             except BlockLostError as error:
                 # A block of the temporary row is gone with it: that is one more failure of the one that it was for.
                 found, why = [block if self._is_held(block) else first for block in error.blocks], str(error)
             except (CapacityError, BudgetError, UnsupportedError) as error:
-                if not self._placement.residency[first].copies and not isinstance(error, UnsupportedError):
+                if were_dropped and not isinstance(error, UnsupportedError):
                     raise  # nothing is broken: there is no room for it now
                 raise BlockLostError(f"{cause}; recomputing it failed: {error}", (first,)) from error
             else:

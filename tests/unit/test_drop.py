@@ -202,6 +202,22 @@ def test_a_batch_too_large_to_be_mended_is_short_of_room_and_not_broken() -> Non
     assert house.read(batch) == list(range(16))
 
 
+def test_a_mend_that_starts_over_and_runs_out_of_room_half_way_is_short_of_room_and_not_broken() -> None:
+    house = build(3, 0, 1, drops=True, past=Past.WINDOWS, **NO_BACKGROUND)
+    batch = house.filled(16)
+    other = house.manager.new_batch()
+    house.append(other, list(range(100, 112)))
+    house.manager.enter(other)
+    house.manager.truncate(other, 8)  # one block of room
+    first = batch.tables[0].blocks[0]
+    losses = Losses(house.manager, batch, [columns([16])], opener(house))
+    with pytest.raises(CapacityError):
+        losses.mend(losses.known(), "known")
+    losses.close()
+    assert house.placement.residency[first].copies  # it was mended
+    house.manager.check_integrity()
+
+
 def test_moves_that_fail_after_a_drop_end_in_an_error_and_not_in_a_loop() -> None:
     house = build(2, 0, 2, drops=True, **NO_BACKGROUND)
     idle, running = house.filled(8, 100), house.manager.new_batch()
