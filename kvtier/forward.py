@@ -230,6 +230,7 @@ class _SplitForward:
 
     def _one_step(self, arguments: dict[str, Any], new: list[NewColumns]) -> Any:
         executor = self._runtime.executor
+        self._runtime.stepping_bytes = self._state.untiered.num_bytes
         opened: OpenStep = executor.open(self._batch, new)
         before = current_step.set(opened)
         try:

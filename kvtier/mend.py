@@ -73,9 +73,11 @@ class Mender:
         cache = TieredCache(self._runtime, batch=batch)
         own, given = cache.state, self._state
         own.weights, own.structure, own.modules = given.weights, given.structure, given.modules
+        self._runtime.is_mending = True
         try:
             yield partial(self._compute, cache)
         finally:
+            self._runtime.is_mending = False
             # Not when the collector finds it: its windows count in the budget.
             self._runtime.untiered.discard(cache.state.untiered)
 

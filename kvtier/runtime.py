@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Container
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,15 +33,12 @@ DIRECT_STREAM_THREADS = 32
 _LEAVE_WAIT_S = 1.0  # for a step, for reads, and for transfers, one after the other
 
 
-def _droppable(source: Source | None, recomputable: Container[BlockId]) -> Container[BlockId]:
-    """The blocks that could be computed again by the model as it is now: under a hook or autocast none."""
-    return recomputable if source is None or source.is_plain({}) else ()
-
-
 class UntieredBytes(Protocol):
     """What one cache keeps beside the tiers."""
 
     num_bytes: int
+    row_bytes: int
+    """Of one of its rows."""
 
 
 class Runtime:
@@ -79,6 +75,10 @@ class Runtime:
         self._past = past
         self.untiered: weakref.WeakSet[UntieredBytes] = weakref.WeakSet()
         """What each live cache keeps beside the tiers."""
+        self.is_mending = False
+        """Whether one of them is the temporary row that blocks are computed again on."""
+        self.stepping_bytes = 0
+        """What the cache of the last step kept there when the step began."""
         self.untiered_peak_bytes = 0
         self.metrics = Metrics()
         nvme = config.tiers.nvme
@@ -130,7 +130,7 @@ class Runtime:
         )
         self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes, self._past)
         if config.on_block_loss == "recompute":
-            self.placement.droppable = partial(_droppable, self.source, self.manager.recomputable)
+            self.placement.droppable = self._droppable
         ring = None
         if self.gpu_budget.ring_slices:
             ring = SliceRing(
@@ -182,6 +182,22 @@ class Runtime:
                 f"{held} bytes in {len(self.untiered)} caches, and tiers.gpu.budget leaves them {room}: raise it or "
                 "tiers.gpu.untiered_frac, drop caches, or use fewer rows"
             )
+
+    def _droppable(self) -> Container[BlockId]:
+        """The blocks that could be computed again by the model as it is now: under a hook or autocast none.
+
+        Nor any where layers that are not tiered would have no room left for the temporary row that this takes, unless
+        it is that row's own step. It is counted as the largest row that there is, and so is the cache of the step,
+        which may be new.
+        """
+        if self.source is not None and not self.source.is_plain({}):
+            return ()
+        if self.group.num_untiered:
+            row = max((held.row_bytes for held in self.untiered), default=0)
+            more_bytes = max(0, row - self.stepping_bytes) + (0 if self.is_mending else row)
+            if self.untiered_bytes() + more_bytes > self.gpu_budget.untiered_bytes:
+                return ()
+        return self.manager.recomputable
 
     def interpose(self, tier: Tier, wrap: Callable[[Store], Store]) -> None:
         """Let every transfer of a tier go through `wrap(store)`, between steps; as `TransferEngine.interpose`.

@@ -28,6 +28,8 @@ class UntieredLayers:
         self.layers = dict(layers)
         self.num_bytes = 0
         """Memory that they hold, as of the last `measure`."""
+        self.row_bytes = 0
+        """The share of one row in it, rounded up."""
         self.measure()
 
     @property
@@ -44,8 +46,11 @@ class UntieredLayers:
                 # A window behind a long chunk is a view of it, and would keep all of it.
                 if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > 2 * value.nbytes:
                     setattr(layer, name, value.clone())
-        storages = [tensor.untyped_storage() for layer in self.layers.values() for tensor in _tensors(vars(layer))]
+        tensors = [tensor for layer in self.layers.values() for tensor in _tensors(vars(layer))]
+        storages = [tensor.untyped_storage() for tensor in tensors]
         self.num_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        num_rows = min((len(tensor) for tensor in tensors if tensor.dim() > 1), default=1)
+        self.row_bytes = -(-self.num_bytes // max(num_rows, 1))
 
     def snapshot(self) -> dict[int, dict[str, Any]]:
         """What `restore` needs: references to window tensors, copies of states that are changed in place."""

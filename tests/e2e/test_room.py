@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtier import TieredKV
-from kvtier.errors import BlockLostError, CapacityError
+from kvtier.errors import BlockLostError, BudgetError, CapacityError
 from kvtier.hf import describe
 from kvtier.types import Tier
 from tests.e2e.families import (
@@ -235,6 +235,26 @@ def test_a_conversation_too_large_for_everything(family: str, which: str, tmp_pa
             assert_same(tiered.generate(turns[1][0], cache=cache, **GREEDY), turns[1][1], CLOSE)
             tiered.check_integrity()
         assert dropped(tiered) > 0 and recomputed(tiered) > 0
+
+
+@pytest.mark.parametrize("family", ["gemma3", "granitemoehybrid"])
+@torch.no_grad()
+def test_a_newcomer_does_not_take_the_room_in_which_windows_and_states_are_mended(family: str, tmp_path: Path) -> None:
+    """It was let in once, and then every older conversation was refused for as long as it lived."""
+    model = tiny(family)
+    with TieredKV(model, only_gpu(model, tmp_path, 12)) as tiered:
+        caches = []
+        with pytest.raises((BudgetError, CapacityError)):
+            while len(caches) < 400:
+                cache = tiered.new_cache()
+                tiered(tokens(40, len(caches)), cache=cache)
+                caches.append(cache)
+        assert dropped(tiered) > 10
+        for number in range(4):  # the one that was refused is still there
+            ours = tiered(tokens(5, 7), cache=caches[number]).logits
+            assert close(ours, logits_of(model, tokens(40, number), tokens(5, 7)))
+            tiered.check_integrity()
+        assert recomputed(tiered) >= 8
 
 
 @torch.no_grad()

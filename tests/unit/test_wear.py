@@ -174,7 +174,7 @@ def test_a_damaged_ledger_counts_as_the_limit_for_one_period(caplog: pytest.LogC
     clock, ledger = FakeClock(), FakeLedger()
     ledger.damaged = True
     writes = meter(1000, clock, ledger)
-    assert not move(writes) and "it is damaged: going on as if tiers.nvme.max_writes, 1000B/h, were" in caplog.text
+    assert not move(writes) and "it is damaged: going on as if tiers.nvme.max_writes, 1kB/h, were" in caplog.text
     clock.now_s += HOUR_S * 1.1
     assert move(writes) and ledger.kept is not None
 
