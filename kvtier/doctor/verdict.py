@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier.policy import load_eviction, load_prefetch
 from kvtier.rate import Rate
 from kvtier.stores.file_io import PAGE_BYTES
-from kvtier.stores.folder import check_folder_usable
+from kvtier.stores.folder_check import check_folder_usable
 from kvtier.stores.nvme_layout import BOOKKEEPING_BYTES
 from kvtier.types import IoMode, Tier
 

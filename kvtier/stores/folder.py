@@ -19,14 +19,13 @@ from pathlib import Path
 from kvtier.errors import ConfigError, StoreError
 from kvtier.stores.buffered_io import BufferedIo
 from kvtier.stores.file_io import PAGE_BYTES, FileIo, close_fd
+from kvtier.stores.folder_check import check_contents, not_owned
 from kvtier.stores.folder_entries import (
     LOCK_NAME,
     NAMESPACE_NAME,
     NEW_SUFFIX,
     SEGMENT_NAME,
     WRITES_NAME,
-    EntryKind,
-    entry_kind,
     is_data,
     namespace_name,
 )
@@ -74,13 +73,13 @@ class OwnedFolder:
             self.path = path.parent.resolve(strict=True) / path.name
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise _not_owned(path, error) from error
+            raise not_owned(path, error) from error
         self.io: FileIo = BufferedIo(_PAGE_CACHE_BYTES)
         self.count: Callable[[int], None] = _count_nothing
         self._lock_fd = claimed_lock_fds.pop(self.path, -1)
         self._owner_pid = os.getpid()
         try:
-            _check_contents(self._fd, self.path)
+            check_contents(self._fd, self.path)
             if self._lock_fd < 0:
                 self._lock_fd = take_lock(self._fd, self.path)
             os.fchmod(self._fd, 0o700)
@@ -90,7 +89,7 @@ class OwnedFolder:
         except BaseException as error:  # a Ctrl-C too: no descriptor, no lock is left
             self._close_fds()
             if isinstance(error, OSError) and not isinstance(error, StoreError):
-                raise _not_owned(path, error) from error
+                raise not_owned(path, error) from error
             raise
 
     def _remove_files(self) -> None:
@@ -257,59 +256,3 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-def check_folder_usable(path: Path) -> None:
-    """Raise the ConfigError of an OwnedFolder for what `path` is and holds, if it is there; nothing is changed.
-
-    Whether somebody owns it is not looked at.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _not_owned(path, error) from error
-    try:
-        _check_contents(fd, path)
-    except OSError as error:
-        raise _not_owned(path, error) from error
-    finally:
-        close_fd(fd)
-
-
-def _check_contents(fd: int, path: Path) -> None:
-    """Refuse a folder with anything of somebody else's: its mode is about to change, and `du` counts it all."""
-    _check_owner(os.fstat(fd), path, "it")
-    for entry in os.scandir(fd):
-        status = entry.stat(follow_symlinks=False)
-        if entry_kind(entry.name, status.st_mode) is EntryKind.STRANGER:
-            kind = "a symlink" if entry.is_symlink() else "not kvtier's"
-            raise ConfigError(
-                f"tiers.nvme.path: folder {path}: {entry.name} in it is {kind}; move it elsewhere, or give another "
-                "folder"
-            )
-        _check_owner(status, path, entry.name)
-
-
-def _check_owner(status: os.stat_result, path: Path, what: str) -> None:
-    """Root may open anything: what another user put there is still not ours to read."""
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"tiers.nvme.path: folder {path}: {what} belongs to user {status.st_uid}, not to {os.geteuid()}; give a "
-            "folder of your own"
-        )
-
-
-def _not_owned(path: Path, error: OSError) -> ConfigError:
-    if path.is_symlink():  # O_NOFOLLOW says that it is no folder
-        return ConfigError(
-            f"tiers.nvme.path: {path} is a symlink, which is not followed: remove it, or give another folder"
-        )
-    return unusable(path, error)
-
-
-def unusable(path: Path, error: OSError) -> ConfigError:
-    """Why nothing can be made, opened or looked at there."""
-    reason = os.strerror(error.errno or 0)
-    return ConfigError(f"tiers.nvme.path: folder {path}: {reason}; give a folder that you may write to")

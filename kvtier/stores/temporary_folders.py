@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, FolderInUseError
 from kvtier.stores.file_io import close_fd
-from kvtier.stores.folder import OwnedFolder, unusable
+from kvtier.stores.folder import OwnedFolder
+from kvtier.stores.folder_check import unusable
 from kvtier.stores.folder_lock import claimed_lock_fds, take_lock
 
 _RUN_NAME = re.compile(r"run-\d+-[0-9a-f]+")
