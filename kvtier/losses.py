@@ -16,6 +16,7 @@ from kvtier.errors import BlockLostError, BudgetError, CapacityError, Unsupporte
 from kvtier.log import logger
 from kvtier.manager import TierManager
 from kvtier.recomputable import Past
+from kvtier.residency import BlockState
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, Tier
 
@@ -40,10 +41,12 @@ class Losses:
         batch: Batch,
         new: Sequence[NewColumns],
         open_row: Callable[[Batch], AbstractContextManager[Compute]],
+        chunk: Callable[[Batch], int],
     ) -> None:
         """Args:
         new: what the step appends: its slots are not taken.
         open_row: makes a cache over a batch of one row, for as long as the context lasts.
+        chunk: the most columns that the next step of such a batch takes.
         """
         self._manager, self._batch, self._open_row = manager, batch, open_row
         self._placement, self._recomputable = manager.placement, manager.recomputable
@@ -53,6 +56,8 @@ class Losses:
         self._kept: deque[BlockId] = deque()
         self._lost: set[BlockId] = set()
         self._num_again = 0
+        self._chunk, self._max_run = chunk, manager.num_gpu_slots
+        """The most blocks that are computed in one step; fewer, once there was no room for so many."""
 
     # -- which blocks -------------------------------------------------------------------------------------------------
 
@@ -150,16 +155,21 @@ class Losses:
         return act()
 
     def _recompute(self, block: BlockId, wanted: dict[BlockId, str]) -> None:
-        """Mend `block`; with layers that start over, all wanted blocks of its row in one go."""
+        """Mend `block` and wanted neighbours behind it; with layers that start over, all wanted blocks of its row."""
         table = self._recomputable.holder(block)
         if table is None:
             raise BlockLostError(f"{wanted[block]}; no conversation holds it", (block,))
         manager, num_tokens = self._manager, self._manager.block_tokens
         first = last = self._placement.residency[block].index
+        # But for a tail of which another row holds more: it is that row's to mend.
         if self._recomputable.past is not Past.BLOCKS:
-            # But for a tail of which another row holds more: it is that row's to mend.
             mine = [each for each in wanted if self._recomputable.is_holder(table, each)]
             first, last = 0, max(self._placement.residency[each].index for each in mine)
+        else:
+            for each in table.blocks[first + 1 : first + self._max_run]:
+                if each not in wanted or not self._recomputable.is_holder(table, each):
+                    break
+                last += 1
         row = manager.fork_row(table)  # other caches may be dropped meanwhile: this keeps the blocks
         whole = row.tables[0]
         past = manager.fork_row(table)
@@ -168,21 +178,60 @@ class Losses:
             manager.enter(row)  # nor are they dropped to make room
             manager.truncate(past, whole.column(first * num_tokens))
             with self._open_row(past) as compute:
-                for index in range(first, last + 1):
-                    for span in whole.spans(index * num_tokens, self._recomputable.end(whole, index)):
-                        compute(span)
-                    past.origin = None  # it seals blocks that it did not compute: no label may come of that
-                    self._put(whole.blocks[index], past.tables[0], index, wanted)
+                index = first
+                while index <= last:
+                    index = self._advance(compute, whole, past, index, last, wanted)
         finally:
             manager.drop(past)
             manager.drop(row)
 
+    def _advance(
+        self, compute: Compute, whole: BlockTable, past: Batch, index: int, last: int, wanted: dict[BlockId, str]
+    ) -> int:
+        """Compute blocks from number `index` on, in one step if they are several; returns the number of the next."""
+        count, held = self._run_length(whole, index, last, self._chunk(past)), past.length
+        if count > 1:
+            self._leave_slots(count)
+        try:
+            for span in whole.spans(index * whole.block_tokens, self._recomputable.end(whole, index + count - 1)):
+                compute(span)
+        except (CapacityError, BudgetError):
+            if past.length > held or (count == 1 and not self._kept):
+                raise
+            if count > 1:
+                self._max_run = count // 2
+            else:
+                self.close()
+            return index
+        past.origin = None  # it seals blocks that it did not compute: no label may come of that
+        for each in range(index, index + count):
+            self._put(whole.blocks[each], past.tables[0], each, wanted)
+        return index + count
+
+    def _run_length(self, whole: BlockTable, index: int, last: int, chunk: int) -> int:
+        """How many blocks from number `index` to `last` one step computes: a second one might move or seal the first.
+
+        A block that takes more than a step goes alone.
+        """
+        last = min(last, index + max(1, min(self._max_run, chunk // whole.block_tokens)) - 1)
+        ends = [whole.column(self._recomputable.end(whole, each)) for each in range(index, last + 1)]
+        start = index * whole.block_tokens
+        span = next(whole.spans(start, self._recomputable.end(whole, last)))
+        most = min(whole.column(start) + chunk, len(span.mask))
+        return max(1, sum(end <= most for end in ends))
+
     def _put(self, block: BlockId, row: BlockTable, index: int, wanted: dict[BlockId, str]) -> None:
-        """The block takes over what was computed, if it is wanted, and its place in the row."""
+        """The block takes over what was computed, if it is wanted, and its place in the row.
+
+        Raises BlockLostError, with nothing done, if what was computed is no longer on the gpu tier, or final.
+        """
         placement, computed = self._placement, row.blocks[index]
         copies = placement.residency[block].copies
         if block in wanted or not copies:
             placement.settle(block)  # the last wait: what follows is done as a whole
+            if Tier.GPU not in copies and not self._is_as_computed(computed):
+                self._max_run = 1
+                raise BlockLostError(f"block {block} was recomputed, and moved before it was handed over", (block,))
             if not copies:
                 logger.info("a block that was dropped to make room was recomputed from its tokens")
             elif Tier.GPU not in copies:
@@ -193,6 +242,10 @@ class Losses:
             wanted.pop(block, None)
             self._keep(block)
         self._manager.share(row, index, block)
+
+    def _is_as_computed(self, block: BlockId) -> bool:
+        record = self._placement.residency[block]
+        return record.state is BlockState.OPEN and Tier.GPU in record.copies and record.move is None
 
     # -- what stays on the gpu tier -----------------------------------------------------------------------------------
 
@@ -205,6 +258,11 @@ class Losses:
             self._placement.residency.unpin(self._kept.popleft(), Tier.GPU)
         self._placement.residency.pin(block, Tier.GPU)
         self._kept.append(block)
+
+    def _leave_slots(self, num_slots: int) -> None:
+        """Let go of the oldest that are kept, as far as they leave less than that many slots."""
+        while self._kept and len(self._kept) > self._manager.num_gpu_slots - num_slots:
+            self._placement.residency.unpin(self._kept.popleft(), Tier.GPU)
 
     def close(self) -> None:
         """Let go of the blocks that were kept on the gpu tier. Idempotent."""

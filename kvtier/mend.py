@@ -37,7 +37,8 @@ class Mender:
             BlockLostError: a block cannot be recomputed; says why. TransferTimeoutError: the device hangs.
             Whatever `step` raises. The batch is as before the step, and nothing temporary is left.
         """
-        losses = Losses(self._runtime.manager, self._state.batch, new, self._open_row)
+        runtime = self._runtime
+        losses = Losses(runtime.manager, self._state.batch, new, self._open_row, runtime.executor.chunk)
         try:
             known = losses.known()
             if known:

@@ -301,7 +301,8 @@ class ManagerMachine(RuleBasedStateMachine):
             note(f"begin_step: {error!r}")
             self.check_pins()
             if isinstance(error, BlockLostError):
-                assert self.placement.metrics.moves_failed > num_failed or not self.placement.is_readable(Tier.NVME)
+                is_late = self.engine.nvme_hangs or not self.placement.is_readable(Tier.NVME)  # or it was taken back
+                assert self.placement.metrics.moves_failed > num_failed or is_late
             if isinstance(error, TransferTimeoutError):
                 assert self.engine.hanging
             if isinstance(error, CapacityError) and self.placement.metrics.moves_failed == num_failed:
@@ -320,7 +321,7 @@ class ManagerMachine(RuleBasedStateMachine):
         num_failed, last = self.placement.metrics.moves_failed, self.last
         self.unpin_all()
         self.seal(batch)
-        losses = Losses(self.manager, batch.batch, new, self.open_row)
+        losses = Losses(self.manager, batch.batch, new, self.open_row, lambda row: 2 * BLOCK_TOKENS)
         try:
             known = losses.known()
             if not known:

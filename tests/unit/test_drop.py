@@ -12,7 +12,7 @@ from kvtier.recomputable import Past
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, Tier
 from tests.small_tiers import BROKEN_POLICIES, House, build, columns
-from tests.unit.test_losses import mend, opener
+from tests.unit.test_losses import chunk, mend, opener
 
 NO_BACKGROUND = {"low_frac": 0.0}
 
@@ -174,7 +174,7 @@ def test_rows_that_are_mended_do_not_cost_each_other_their_blocks() -> None:
     house.append(batch, [[1, 2], [3, 4]])
     house.append(other, list(range(100, 116)))
     assert gone(house, [batch]) == [0] and house.placement.metrics.dropped_blocks == 2
-    losses = Losses(house.manager, batch, [columns([5]), columns([6])], opener(house))
+    losses = Losses(house.manager, batch, [columns([5]), columns([6])], opener(house), chunk(4))
     losses.mend(losses.known(), "known")
     losses.close()
     assert house.placement.metrics.recomputed_blocks == 2 and not losses.known()
@@ -190,7 +190,7 @@ def test_a_batch_too_large_to_be_mended_is_short_of_room_and_not_broken() -> Non
     house.append(other, list(range(100, 112)))
     house.manager.enter(other)
     assert house.placement.metrics.dropped_blocks == 3
-    losses = Losses(house.manager, batch, [columns([16])], opener(house))
+    losses = Losses(house.manager, batch, [columns([16])], opener(house), chunk(4))
     for _ in range(2):
         with pytest.raises(CapacityError):
             losses.mend(losses.known(), "known")
@@ -210,7 +210,7 @@ def test_a_mend_that_starts_over_and_runs_out_of_room_half_way_is_short_of_room_
     house.manager.enter(other)
     house.manager.truncate(other, 8)  # one block of room
     first = batch.tables[0].blocks[0]
-    losses = Losses(house.manager, batch, [columns([16])], opener(house))
+    losses = Losses(house.manager, batch, [columns([16])], opener(house), chunk(4))
     with pytest.raises(CapacityError):
         losses.mend(losses.known(), "known")
     losses.close()

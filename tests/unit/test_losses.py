@@ -77,9 +77,13 @@ def opener(house: House, spans: list[Span] | None = None) -> Callable[[Batch], c
     return open_row
 
 
-def mend(house: House, batch: Batch, new: list[NewColumns]) -> None:
-    """One step of the batch, mended as the wrapper does it."""
-    losses = Losses(house.manager, batch, new, opener(house))
+def chunk(num_blocks: int) -> Callable[[Batch], int]:
+    return lambda batch: num_blocks * EACH
+
+
+def mend(house: House, batch: Batch, new: list[NewColumns], num_blocks: int = 1) -> None:
+    """One step of the batch, mended as the wrapper does it, by that many blocks at a time."""
+    losses = Losses(house.manager, batch, new, opener(house), chunk(num_blocks))
     try:
         while True:
             try:
@@ -109,6 +113,7 @@ def test_random_losses_are_mended_for_everyone(past: Past) -> None:
 def random_life(seed: int, past: Past) -> tuple[int, int]:
     """Blocks that were lost, and that were recomputed."""
     rng = random.Random(seed)
+    num_blocks = 1 + seed % 4
     num_gpu, num_cpu = rng.randint(6, 9), rng.randint(0, 4)
     house = checked(build(gpu=num_gpu, cpu=num_cpu, nvme=60, seed=seed, max_delay=rng.randint(0, 3), past=past))
     batches, ids = [house.manager.new_batch(rng.randint(1, 2)) for _ in range(2)], iter(range(1, 10_000))
@@ -134,12 +139,12 @@ def random_life(seed: int, past: Past) -> tuple[int, int]:
             count = rng.randint(1, 5)
             rows = [[next(ids) for _ in range(pads + count)] for _ in range(batch.num_rows)]
             new = [columns([None] * pads + row[pads:] if number else row) for number, row in enumerate(rows)]  # type: ignore[arg-type]
-            mend(house, batch, new)
+            mend(house, batch, new, num_blocks)
             for table in batch.tables:
                 assert house.read_alone(table) == table.token_ids()
         house.manager.check_integrity()
     for batch in batches:  # each at once: the next one may evict the good copy of one that is spoilt below
-        mend(house, batch, [columns([next(ids)]) for _ in batch.tables])
+        mend(house, batch, [columns([next(ids)]) for _ in batch.tables], num_blocks)
         for table in batch.tables:
             assert house.read_alone(table) == table.token_ids()
     house.manager.check_integrity()
@@ -169,12 +174,112 @@ def test_with_windows_one_pass_mends_all_and_takes_one_block_of_room() -> None:
     for index in (1, 4):
         lose(house, blocks[index])
     spans: list[Span] = []
-    losses = Losses(house.manager, batch, [columns([24])], opener(house, spans))
+    losses = Losses(house.manager, batch, [columns([24])], opener(house, spans), chunk(1))
     losses.mend([blocks[4], blocks[1]], "lost")
     losses.close()
     assert [span.ids for span in spans] == [list(range(at, at + EACH)) for at in range(0, 20, EACH)]
     assert house.placement.metrics.recomputed_blocks == 2
     house.check()
+
+
+def dropped(gpu: int, past: Past = Past.BLOCKS) -> tuple[House, Batch]:
+    """Six full blocks and a tail that are nowhere."""
+    house = checked(build(gpu=gpu, cpu=0, nvme=0, drops=True, low_frac=0.0, past=past))
+    batch = house.filled(26)
+    for block in batch.tables[0].blocks:
+        house.placement.drop(block)
+    return house, batch
+
+
+@pytest.mark.parametrize("past", [Past.BLOCKS, Past.WINDOWS])
+def test_neighbours_are_computed_in_one_step_of_a_chunk(past: Past) -> None:
+    house, batch = dropped(8, past)
+    spans: list[Span] = []
+    losses = Losses(house.manager, batch, [columns([26])], opener(house, spans), chunk(3))
+    losses.mend(losses.known(), "known")
+    losses.close()
+    assert [span.ids for span in spans] == [list(range(12)), list(range(12, 24)), [24, 25]]
+    assert house.placement.metrics.recomputed_blocks == 7 and house.read(batch) == list(range(26))
+    house.check()
+
+
+def test_blocks_that_are_there_are_not_computed_and_end_a_run() -> None:
+    house, batch = dropped(8)
+    mend(house, batch, [columns([])], 9)
+    for index in (0, 1, 3, 4, 6):
+        house.placement.drop(batch.tables[0].blocks[index])
+    spans: list[Span] = []
+    losses = Losses(house.manager, batch, [columns([26])], opener(house, spans), chunk(9))
+    losses.mend(losses.known(), "known")
+    losses.close()
+    assert [span.ids for span in spans] == [list(range(8)), list(range(12, 20)), [24, 25]]
+    assert house.read(batch) == list(range(26))
+    house.check()
+
+
+def test_a_tail_of_which_another_row_holds_more_ends_a_run() -> None:
+    house = checked(build(gpu=8, cpu=0, nvme=0, drops=True, low_frac=0.0))
+    whole = house.filled(10)
+    cropped = house.manager.fork(whole)
+    house.manager.truncate(cropped, 6)
+    for block in whole.tables[0].blocks:
+        house.placement.drop(block)
+    mend(house, cropped, [columns([])], 9)
+    mend(house, whole, [columns([])], 9)
+    assert house.read(cropped) == list(range(6)) and house.read(whole) == list(range(10))
+    assert house.placement.metrics.recomputed_blocks == 3
+    house.check()
+
+
+@pytest.mark.parametrize("past", [Past.BLOCKS, Past.WINDOWS])
+def test_without_room_for_a_run_it_is_halved(past: Past) -> None:
+    house = checked(build(gpu=3, cpu=0, nvme=8, low_frac=0.0, past=past))
+    batch, other = house.filled(24), house.manager.new_batch()
+    house.append(other, [100])  # one slot is another's, and pinned: two are left
+    sweep(house)
+    (block,) = other.tables[0].blocks
+    mend(house, other, [columns([])])
+    house.placement.residency.pin(block, Tier.GPU)
+    for each in batch.tables[0].blocks:
+        lose(house, each)
+    spans: list[Span] = []
+    losses = Losses(house.manager, batch, [columns([])], opener(house, spans), chunk(9))
+    losses.mend(batch.tables[0].blocks, "lost")
+    losses.close()
+    house.placement.residency.unpin(block, Tier.GPU)
+    assert max(len(span.ids) for span in spans) == 12 and min(len(span.ids) for span in spans) == EACH
+    assert house.placement.metrics.recomputed_blocks == 6 and house.read_alone(batch.tables[0]) == list(range(24))
+    house.manager.check_integrity()
+
+
+@pytest.mark.parametrize("past", [Past.BLOCKS, Past.WINDOWS])
+def test_a_computed_block_that_has_moved_is_computed_again_alone(past: Past) -> None:
+    house = checked(build(gpu=8, cpu=0, nvme=8, low_frac=0.0, past=past))
+    batch = house.filled(24)
+    sweep(house)
+    for each in batch.tables[0].blocks:
+        lose(house, each)
+    spans: list[Span] = []
+    inner = opener(house, spans)
+
+    @contextmanager
+    def moving(row: Batch) -> Iterator[Compute]:
+        with inner(row) as compute:
+
+            def compute_and_move(span: Span) -> None:
+                compute(span)
+                if len(spans) == 1:  # as the second step of a span would
+                    house.placement.give_up(Tier.GPU, 8)
+                    house.drain()
+
+            yield compute_and_move
+
+    losses = Losses(house.manager, batch, [columns([])], moving, chunk(3))
+    losses.mend(batch.tables[0].blocks, "lost")
+    losses.close()
+    assert [span.ids for span in spans] == [list(range(12)), *(list(range(at, at + EACH)) for at in range(0, 24, EACH))]
+    assert house.placement.metrics.recomputed_blocks == 6 and house.read_alone(batch.tables[0]) == list(range(24))
+    house.manager.check_integrity()
 
 
 def test_no_room_to_recompute_is_an_error_that_says_so() -> None:
@@ -186,7 +291,7 @@ def test_no_room_to_recompute_is_an_error_that_says_so() -> None:
     house.append(other, [5, 6, 7, 8])
     lose(house, batch.tables[0].blocks[0])
     before = house.used()
-    losses = Losses(house.manager, batch, [columns([9])], opener(house))
+    losses = Losses(house.manager, batch, [columns([9])], opener(house), chunk(1))
     with pytest.raises(BlockLostError, match="why; recomputing it failed: no tier takes another block") as caught:
         losses.mend([batch.tables[0].blocks[0]], "why")
     assert isinstance(caught.value.__cause__, CapacityError) and house.used() == before
@@ -210,7 +315,7 @@ def test_what_cannot_be_recomputed_says_why(made: Made | None, past: Past, why: 
     house.write(begun.rows[0].writes[0], [1, 2, 3, 4])
     house.manager.commit_step(begun)
     sweep(house)
-    losses = Losses(house.manager, batch, [columns([5])], opener(house))
+    losses = Losses(house.manager, batch, [columns([5])], opener(house), chunk(1))
     with pytest.raises(BlockLostError, match=f"lost; it cannot be recomputed: .*{why}"):
         losses.mend(batch.tables[0].blocks, "lost")
     house.placement.unreadable.update(batch.tables[0].blocks)
