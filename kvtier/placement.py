@@ -193,7 +193,10 @@ class Placement(Mover):
             f"; the {each.label} tier hangs: {each.overdue_error}" for each in self.breakers.values() if each.is_hanging
         )
         if Tier.NVME in self.pools and self.writes.is_used_up:
-            cause += f"; the nvme tier takes none for now, tiers.nvme.max_writes, {self.writes.limit}, is used up"
+            cause += (
+                f"; the nvme tier takes none for now: tiers.nvme.max_writes, {self.writes.limit}, is used up; raise "
+                "it, or wait until older writes are out of that time"
+            )
         if not cause and self._last_error:
             cause = f"; last error: {self._last_error}"
         return (

@@ -230,6 +230,7 @@ class Runtime:
             if self.closed:
                 return
             self.closed = True
+            self.placement.droppable = None  # or both would wait for the collector
             self._close_all(self.config.io_timeout_s)
 
     def leave(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class Chat:
         """What a refused call must leave alone."""
         gc.collect()  # caches of refused calls go by themselves
         self.tiered.check_integrity()
-        stats = self.tiered.stats()
+        while (stats := self.tiered.stats())["moves_in_flight"]:  # a block that was let go lives until its move ends
+            time.sleep(0.001)
         return self.cache.get_seq_length(), self.cache.token_ids, stats["blocks"], stats["sequences"], stats["tokens"]
 
     def generate(self, ids: torch.Tensor | None = None, **kwargs: Any) -> Any:

@@ -257,7 +257,7 @@ def test_a_tier_whose_limit_is_used_up_takes_none_and_the_error_names_it() -> No
     house.append(batch, list(range(8)))
     house.append(batch, list(range(8)))
     house.append(batch, [1, 2, 3, 4])
-    with pytest.raises(CapacityError, match=r"nvme tier takes none for now, tiers.nvme.max_writes, 300B/h, is used up"):
+    with pytest.raises(CapacityError, match=r"nvme tier takes none for now: tiers.nvme.max_writes, 300B/h, is used up"):
         house.append(batch, [5])
     assert house.placement.writes.written_bytes == 300 and len(house.engine.started) == 3
     house.check()
