@@ -652,7 +652,12 @@ MUTANTS = [
         "groups.sort(key=lambda group: group[0], reverse=True)",
     ),
     Mutant("nvme time to live ignored", OPEN, "if not namespaces.is_expired(age) for", "if age for"),
-    Mutant("nvme another user's file read", FOLDER, "if status.st_uid != os.geteuid():", "if status.st_uid < 0:"),
+    Mutant(
+        "nvme another user's file read",
+        "kvtier/stores/folder_check.py",
+        "if status.st_uid != os.geteuid():",
+        "if status.st_uid < 0:",
+    ),
     Mutant(
         "nvme segments not preallocated",
         FOLDER,
