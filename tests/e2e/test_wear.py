@@ -20,9 +20,8 @@ from tests.e2e.test_recompute import CLOSE
 from tests.small_tiers import FakeClock
 
 CELLS = [
-    ("llama", "blockwise", "none"), ("llama", "blockwise", "zstd"), ("llama", "gathered", "none"),
-    ("gemma3", "blockwise", "none"), ("gemma3", "gathered", "none"),
-    ("granitemoehybrid", "blockwise", "none"), ("granitemoehybrid", "gathered", "none"),
+    ("llama", "blockwise", "zstd"), ("llama", "gathered", "none"), ("gemma3", "blockwise", "none"),
+    ("granitemoehybrid", "gathered", "none"),
 ]  # fmt: skip
 NUM_BLOCKS = 12
 """What the limit lets be written, of the 24 blocks of one conversation."""
