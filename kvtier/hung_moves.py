@@ -58,10 +58,9 @@ class HungMoves:
 
         Raises IntegrityError: a slot of theirs has another owner, or none.
         """
-        if self._held != {slot for move in self.moves.values() for slot in slots_of(move)}:
+        held = {slot for move in self.moves.values() for slot in slots_of(move)}
+        if self._held != held or self._orphans - self._held:
             raise IntegrityError("slots are held for other moves than those that hang")
-        if self._orphans - self._held:
-            raise IntegrityError("a slot that no move holds has not gone back")
         for tier, slot in self._orphans:
             if slot in used[tier]:
                 raise IntegrityError(f"{tier.label} slot {slot} has an owner, and a move that hangs has it alone")
