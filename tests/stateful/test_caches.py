@@ -311,6 +311,8 @@ def test_two_thousand_random_steps_equal_the_plain_caches() -> None:
                 max_examples=NUM_EXAMPLES,
                 stateful_step_count=NUM_STEPS,
                 deadline=None,
+                # The same examples in each run of the tests; others for who asks for a number of them.
+                derandomize="KVTIER_TEST_EXAMPLES" not in os.environ,
                 phases=PHASES,
                 suppress_health_check=list(HealthCheck),
             ),
