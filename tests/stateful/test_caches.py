@@ -91,7 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
         family=st.sampled_from(["llama", "qwen3", "gpt_neox"]),
         mode=st.sampled_from(MODES),
         gpu_slots=st.sampled_from([12, 14, 20]),
-        lower=st.sampled_from([(0, "32MiB"), (2, "32MiB"), (6, "32MiB"), (8, 0), (16, 0)]),
+        lower=st.sampled_from([(0, "32MiB"), (2, "32MiB"), (6, "32MiB"), (8, 0), (12, 0), (16, 0)]),
         policy=st.sampled_from(["lru", "mru", "recency"]),
     )
     def wrap(self, family: str, mode: str, gpu_slots: int, lower: tuple[int, int | str], policy: str) -> None:
@@ -304,25 +304,22 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(900)
 def test_two_thousand_random_steps_equal_the_plain_caches() -> None:
     CacheMachine.totals.clear()
-    for _ in range(3):  # which tiers the examples draw differs from run to run: rarely is nothing recomputed
-        run_state_machine_as_test(
-            CacheMachine,
-            settings=settings(
-                max_examples=NUM_EXAMPLES,
-                stateful_step_count=NUM_STEPS,
-                deadline=None,
-                # The same examples in each run of the tests; others for who asks for a number of them.
-                derandomize="KVTIER_TEST_EXAMPLES" not in os.environ,
-                phases=PHASES,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-        if CacheMachine.totals["recomputed_blocks"]:
-            break
+    run_state_machine_as_test(
+        CacheMachine,
+        settings=settings(
+            max_examples=NUM_EXAMPLES,
+            stateful_step_count=NUM_STEPS,
+            deadline=None,
+            # The same examples in each run of the tests; others for who asks for a number of them.
+            derandomize="KVTIER_TEST_EXAMPLES" not in os.environ,
+            phases=PHASES,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
     totals = CacheMachine.totals
     # That it went where it should: rules that ran, steps of the model, blocks that had to come back from nvme.
     assert totals["rules"] >= NUM_EXAMPLES * NUM_STEPS * 0.8, totals
     assert totals["steps"] >= NUM_EXAMPLES * NUM_STEPS * 0.3, totals
-    assert totals["steps_aborted"] > NUM_EXAMPLES / 8, totals
-    assert totals["nvme_sole_reads"] > NUM_EXAMPLES, totals
-    assert totals["dropped_blocks"] > 0 and totals["recomputed_blocks"] > 0, totals
+    assert totals["steps_aborted"] > NUM_EXAMPLES, totals
+    assert totals["nvme_sole_reads"] > 20 * NUM_EXAMPLES, totals
+    assert totals["dropped_blocks"] > NUM_EXAMPLES and totals["recomputed_blocks"] > NUM_EXAMPLES / 2, totals
