@@ -121,6 +121,7 @@ class Key:
             Size: "size",
             Duration: "duration",
             Rate: "size in a time",
+            bool: "`true` or `false`",
             int: "whole number",
             str: "policy",
             Path: "path of a folder",
@@ -161,7 +162,9 @@ class Key:
             if not value:
                 return "its keys' defaults"
             return f"`{yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000).strip()}`"
-        value = value.value if isinstance(value, enum.Enum) else value
+        value = (
+            value.value if isinstance(value, enum.Enum) else str(value).lower() if isinstance(value, bool) else value
+        )
         return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 

@@ -109,15 +109,16 @@ class BlockTable:
             return None
         return next(i for i, (a, b) in enumerate(zip(given, self._ids, strict=False)) if a != b)
 
-    def content(self, index: int) -> bytes | None:
+    def content(self, index: int, *, with_padding: bool = True) -> bytes | None:
         """What makes full block `index` equal to another sequence's that has the same parent block, or None.
 
-        Ids, positions and padding in front of each token, encoded; None where ids are unknown.
+        Ids, positions and, unless that plays no part, padding in front of each token, encoded; None where ids are
+        unknown.
         """
         first, last = index * self.block_tokens, (index + 1) * self.block_tokens
         if last > len(self._ids):
             return None
-        padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last]
+        padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last] if with_padding else []
         return token_content(self._ids[first:last], self._positions[first:last], padding)
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -89,6 +89,12 @@ class KVTierConfig(Strict):
     policy says, and only between steps."""
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), title="a mapping such as {policy: next_layers}")
     """What is read early from slower tiers while a layer computes."""
+    prefix_cache: bool = Field(default=True, title="true or false")
+    """Whether `generate` begins with the blocks that it finds of a prompt, instead of computing them: those of any
+    earlier call under the same salt, with a persistent nvme folder those of earlier processes too. They stay, on all
+    tiers, until something else needs the room. Left out, `gathered` does without: found blocks were computed with other
+    chunks, and promise tolerance, not bits. Models with layers that are not tiered (windows, linear attention) find
+    nothing."""
     on_block_loss: Literal["recompute", "raise"] = Field(default="recompute", title="recompute or raise")
     """What happens when a block cannot be read from its tier: a wrong checksum, an I/O error, a short read, a disk that
     does not answer within `io_timeout_s`. `recompute` computes it again from its tokens and repeats the step, with one
@@ -107,6 +113,12 @@ class KVTierConfig(Strict):
     what is late has ended: it is not used, blocks that lie only there are recomputed (see `on_block_loss`), and
     generation goes on with the other tiers. Also how long `close()` waits for transfers. Raise it for slow or shared
     disks: a pause that is shorter costs no recomputation."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts are looked up: as `prefix_cache` says, and left out where bits are promised."""
+        asked = "prefix_cache" in self.model_fields_set
+        return self.prefix_cache and (asked or self.attention is not AttentionMode.GATHERED)
 
     def __init__(self, **values: Any) -> None:
         check_shape(values)

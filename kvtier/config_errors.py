@@ -13,10 +13,13 @@ from kvtier.errors import ConfigError
 
 _MAX_DEPTH = 8  # a config is three levels deep; more is a mistake, or a YAML alias that contains itself
 
+BOOLEANS = ("prefix_cache",)
+"""The keys that are true or false; every other choice is a word."""
+
 
 def check_shape(value: object, path: str = "", depth: int = 0) -> None:
     """Refuse what no key takes at any level: booleans (words that YAML misread), odd keys, bottomless nesting."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) and path not in BOOLEANS:
         raise ConfigError(
             f"{path}: got {value}; YAML reads on, off, yes and no as booleans. Mend: write the word meant"
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvtier.errors import IntegrityError
 from kvtier.hung_moves import HungMoves
+from kvtier.labels import Sealed
 from kvtier.metrics import Metrics
 from kvtier.policy import GuardedPolicy
-from kvtier.residency import ResidencyTable
+from kvtier.prefix import Miss, PrefixIndex
+from kvtier.residency import BlockState, ResidencyTable
 from kvtier.slots import SlotPool
-from kvtier.types import BlockId, EvictionPolicy, Slot, Tier
+from kvtier.types import BlockId, EvictionPolicy, SequenceId, Slot, Tier
 
 
 class Copies:
@@ -23,6 +25,11 @@ class Copies:
         self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
         self.metrics = metrics
         self.residency = ResidencyTable()
+        self.prefixes = PrefixIndex()
+        """Holds each of its blocks once. A block that nobody else holds is *cached*: it is given up when there is no
+        other room."""
+        self.forget_slot: Callable[[Slot], None] | None = None
+        """Sees to it that no process finds again what lies in an nvme slot; None where nothing is found there."""
         self.running_blocks: set[BlockId] = set()
         self.unreadable: set[BlockId] = set()
         """Blocks of which no copy can be read: a promotion failed to, or all were dropped to make room. Reading them
@@ -48,18 +55,63 @@ class Copies:
         self.policies[tier].removed(block)
         self._note_only_copies()
 
-    def hand_over(self, source: BlockId, block: BlockId) -> None:
+    def hand_over(self, source: BlockId, block: BlockId, sealed: Sealed | None) -> None:
         """The gpu copy of `source` becomes the only copy of `block`, which has the same tokens; `source` has none left.
 
-        Neither may be pinned or moving. The block is no longer labelled: what it was proven of is another computation.
+        Neither may be pinned or moving. `sealed` is what the block is labelled with from now on: what was proven of it
+        was of another computation.
         """
+        bad = self.residency[block].copies.get(Tier.NVME)
         for tier in list(self.residency[block].copies):
             self.drop_copy(block, tier)
+        if bad is not None and self.forget_slot is not None:
+            self.forget_slot(bad)
         slot = self.residency.drop_copy(source, Tier.GPU)
         self.policies[Tier.GPU].removed(source)
         self.add_copy(block, Tier.GPU, slot)
-        self.residency[block].sealed = None
+        self.residency[block].sealed = sealed
         self.unreadable.discard(block)
+        if sealed is None:
+            self.unindex(block, Miss.CORRUPT)
+        elif block in self.prefixes:
+            self.prefixes.reseal(block, sealed)
+
+    # -- blocks that others may come to share -------------------------------------------------------------------------
+
+    def index(self, block: BlockId) -> None:
+        """Enter a sealed block in the prefix index, which holds it from now on. Nothing is done if it has no label, or
+        another block of the same tokens is there already."""
+        record = self.residency[block]
+        if record.sealed is None:
+            return
+        refuted = self.prefixes.refuted(record.sealed.label.identity)
+        if refuted is not None:
+            self.unindex(refuted, Miss.NAMESPACE)
+        if self.prefixes.add(block, record.sealed):
+            record.holders += 1
+
+    def unindex(self, block: BlockId, why: Miss) -> None:
+        """Take a block out of the prefix index, if it is in; without another holder it goes."""
+        if block in self.prefixes:
+            self.prefixes.remove(block, why)
+            self.release(block)
+
+    def is_cached(self, block: BlockId) -> bool:
+        """Whether nothing but the prefix index holds the block."""
+        return block in self.prefixes and self.residency[block].holders == 1
+
+    def adopt(self, sequence: SequenceId, index: int, sealed: Sealed, slot: Slot) -> BlockId | None:
+        """A cached block from an nvme slot that was found to hold it; None if the slot is not to be had."""
+        pool = self.pools[Tier.NVME]
+        if self.is_held(Tier.NVME, slot) or not pool.claim(slot):
+            return None
+        block = self.residency.create(sequence, index)
+        record = self.residency[block]
+        record.state, record.sealed = BlockState.SEALED, sealed
+        self.add_copy(block, Tier.NVME, slot)
+        self.index(block)
+        self.release(block)  # by whoever made it: the index holds it
+        return block
 
     def release(self, block: BlockId) -> None:
         """One holder fewer. Without holders the block goes, at once or when its move has ended."""
@@ -89,6 +141,9 @@ class Copies:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless copies and what is known of them agree."""
         self.residency.check_integrity()
+        self.prefixes.check_integrity()
+        if any(self.residency.get(block) is None for block in self.prefixes.blocks()):
+            raise IntegrityError("a dead block is in the prefix index")
         for block in self.residency.blocks():
             record = self.residency[block]
             if not record.copies and record.move is None and block not in self.unreadable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from kvtier.block_table import TokenSource
 from kvtier.errors import PromptMismatchError, UnsupportedError
 from kvtier.hf import CACHE_NAMES, TieredCache, WrappedMethod, check_mask_kind, check_own_inputs, given_cache
+from kvtier.reuse import is_plain_call, read_prompts, reuse
 from kvtier.runtime import Runtime
 
 # Arguments that another cache, or another model of the KV, would be needed for. Name, neutral value, and why.
@@ -45,6 +47,7 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
         use = cache.state.enter(call.changes())
         try:
             call.check()
+            call.reuse()
             cache.state.held_of_prompt = call.held_of_prompt()
             cache.state.own_positions = kwargs.get("position_ids") is not None
             return original(*args, **kwargs)
@@ -113,6 +116,22 @@ class _Call:
         in_config = getattr(self._arguments.get("generation_config"), "cache_implementation", None)
         asked = self._arguments.get("cache_implementation") is not None or in_config not in (None, shipped)
         return {} if shipped is None or asked else {"cache_implementation": None}
+
+    def reuse(self) -> None:
+        """Begin with what is found of the prompts, where that gives the tokens that computing them would."""
+        ids = self._ids
+        if ids is None or not self._cache.state.runtime.shares or self._cache.state.batch.length:
+            return
+        if self._passes_new_tokens_only() or not is_plain_call(self._arguments, self._generation.value):
+            return
+        padding = self._generation.value("pad_token_id")
+        prompts = read_prompts(ids, self._mask, padding if isinstance(padding, int) else None, self._takes_positions())
+        if prompts is not None:
+            reuse(self._cache, prompts, self._generation.num_copies)
+
+    def _takes_positions(self) -> bool:
+        forward = getattr(self._model, "forward", None)
+        return forward is not None and "position_ids" in inspect.signature(forward).parameters
 
     def _passes_new_tokens_only(self) -> bool:
         return self._ids is not None and self._mask is not None and self._mask.shape[1] != self._ids.shape[1]

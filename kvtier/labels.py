@@ -2,17 +2,19 @@
 
 A label says whose KV a block is, and may never be wrong: a later process serves the block on its word. So a block is
 labelled only when the model was hashed before the first token of its sequence was computed and again after the block
-was sealed, and both hashes agree. Pure: what hashes the model is handed in.
+was sealed, and both hashes agree. Where nothing outlives the process, the same names serve to share blocks in it, and
+stand for the marks of the model in this process instead of its hash. Pure: what hashes the model is handed in.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from kvtier.identity import block_identity
+from kvtier.identity import block_identity, canonical, digest
 from kvtier.log import logger
 from kvtier.types import SlotLabel
 
@@ -25,6 +27,26 @@ class Fingerprint:
     """Of all that should not change while the model is wrapped: tensors, modules, config, versions, shapes."""
     namespace: bytes
     """Of that, and of the adapters in force and the salt: what makes the KV of given tokens what it is."""
+    adapters: bytes = b""
+    """The adapters in force, encoded."""
+
+    @property
+    def model(self) -> bytes:
+        """The same for every salt."""
+        return self.weights + self.adapters
+
+    def salted(self, salt: bytes) -> Fingerprint:
+        """The same model, for KV that belongs to whoever names this salt."""
+        return replace(self, namespace=namespace_of(self.weights, self.adapters, salt))
+
+
+def namespace_of(weights: bytes, adapters: bytes, salt: bytes) -> bytes:
+    """32 bytes: what makes the KV of given tokens what it is, and whose it is."""
+    return digest("namespace", [("weights", weights), ("adapters", adapters), ("salt", salt)])
+
+
+_Seen = tuple[int, bytes | None]
+"""A model as this process tells it from others: the mark of its weights, and what its modules are."""
 
 
 class Source(Protocol):
@@ -52,6 +74,8 @@ class Origin:
     """The model that one or several batches' KV is computed with, as hashed before the first of their tokens."""
 
     fingerprint: Fingerprint
+    salt: bytes = b""
+    """Whose KV it is."""
     num_proven: int = 0
     """Of all blocks sealed, how many were when the model was last seen to be the same."""
     is_stale: bool = False
@@ -63,9 +87,16 @@ class Sealed:
     """A sealed block's label, and what is to be proven before it may be used."""
 
     label: SlotLabel
+    parent: bytes | None
+    """Identity of the block before it; None for a sequence's first."""
     origin: Origin
     number: int
-    """How many blocks had been sealed before."""
+    """How many blocks had been sealed before; -1 for one that was proven by the process that wrote it."""
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether the model was seen to differ from what it was, and that may have been before the block was made."""
+        return self.origin.is_stale and self.number >= self.origin.num_proven
 
 
 class Labels:
@@ -78,28 +109,50 @@ class Labels:
     MAX_TIME_FRAC = 0.02
     BURST_S = 1.0
     _MAX_REMEMBERED = 16
+    _MAX_ORIGINS = 4096
 
-    def __init__(self, source: Source, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._source, self._clock_s = source, clock_s
-        self._remembered: dict[int, Origin | None] = {}
-        """By mark of the weights, latest last."""
+    def __init__(self, source: Source, clock_s: Callable[[], float] = time.monotonic, *, outlives: bool = True) -> None:
+        """`outlives`: whether labelled blocks outlive the process. If not, nothing is hashed, no move is labelled."""
+        self._source, self._clock_s, self.outlives = source, clock_s, outlives
+        self._process = os.urandom(32)
+        self._remembered: dict[_Seen, Fingerprint | None] = {}
+        """By what was seen of the model, latest last."""
+        self._origins: dict[tuple[_Seen, bytes], Origin] = {}
+        """Those that batches begin with, by that and the salt."""
         self._num_sealed = 0
         self._started_s = clock_s()
         self._spent_s = 0.0
 
-    def origin(self, mark: int) -> Origin | None:
+    def origin(self, mark: int, modules: bytes | None = None, salt: bytes = b"") -> Origin | None:
         """What a batch that begins now is computed with; None if nobody can say.
 
         Args:
             mark: the number of the model's weights in this process. A model with the mark of one hashed before is not
                 hashed again here: if the mark has missed a change, `label` finds it.
+            modules: what its modules are and what is set on them, which the mark does not see.
+            salt: whose KV it is to be.
         """
-        if mark not in self._remembered:
-            fingerprint = self._hash()
-            self._remembered[mark] = None if fingerprint is None else Origin(fingerprint)
+        seen = mark, modules
+        if seen not in self._remembered:
+            self._remembered[seen] = self._hash() if self.outlives else self._of_process(seen)
             while len(self._remembered) > self._MAX_REMEMBERED:
-                self._remembered.pop(next(iter(self._remembered)))
-        return self._remembered[mark]
+                oldest = next(iter(self._remembered))
+                del self._remembered[oldest]
+                self._origins = {key: origin for key, origin in self._origins.items() if key[0] != oldest}
+        fingerprint = self._remembered[seen]
+        if fingerprint is None:
+            return None
+        while len(self._origins) > self._MAX_ORIGINS:
+            self._origins.pop(next(iter(self._origins)))
+        return self._origins.setdefault((seen, salt), Origin(fingerprint.salted(salt), salt))
+
+    def _of_process(self, seen: _Seen) -> Fingerprint | None:
+        structure = self._source.structure()
+        if structure is None:
+            return None
+        fields = [("process", self._process), ("seen", canonical(list(seen))), ("structure", structure)]
+        weights = digest("process", fields)
+        return Fingerprint(weights, namespace_of(weights, b"", b""))
 
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         """As `Source.is_plain`."""
@@ -109,18 +162,31 @@ class Labels:
         """What a block's label will be; None if the one before it has none, or is another model's."""
         if not is_first and (parent is None or parent.origin.fingerprint != origin.fingerprint):
             return None
-        namespace = origin.fingerprint.namespace
-        identity = block_identity(namespace, None if parent is None else parent.label.identity, content)
-        sealed = Sealed(SlotLabel(namespace, identity, content), origin, self._num_sealed)
+        before = None if parent is None else parent.label.identity
+        sealed = Sealed(self.name(origin, before, content), before, origin, self._num_sealed)
         self._num_sealed += 1
         return sealed
+
+    def reseal(self, sealed: Sealed | None) -> Sealed | None:
+        """The label of a block that was computed again, by a model that was not seen to change. To be proven anew."""
+        if sealed is None or sealed.origin.is_stale:
+            return None
+        again = replace(sealed, number=self._num_sealed)
+        self._num_sealed += 1
+        return again
+
+    @staticmethod
+    def name(origin: Origin, parent: bytes | None, content: bytes) -> SlotLabel:
+        """What a block of these tokens is called behind the block of that identity; `content` as `token_content`."""
+        namespace = origin.fingerprint.namespace
+        return SlotLabel(namespace, block_identity(namespace, parent, content), content)
 
     def label(self, sealed: Sealed | None) -> SlotLabel | None:
         """The label under which a block may be kept now, or None: it must not be found by a later process.
 
         Hashes the model if it has not been since the block was sealed.
         """
-        if sealed is None:
+        if sealed is None or not self.outlives:
             return None
         origin = sealed.origin
         if sealed.number >= origin.num_proven and not origin.is_stale and self._may_hash():
@@ -134,7 +200,7 @@ class Labels:
         started_s = self._clock_s()
         now = self._hash()
         self._spent_s += self._clock_s() - started_s
-        known = {id(each): each for each in (*self._remembered.values(), origin) if each is not None}
+        known = {id(each): each for each in (*self._origins.values(), origin)}
         for each in known.values():
             if now is not None and each.fingerprint.weights == now.weights:
                 each.num_proven = self._num_sealed
@@ -143,6 +209,7 @@ class Labels:
         if any(each.is_stale for each in known.values()):
             # Whatever the marks say: they may have missed it. Batches that begin from here on are hashed for.
             self._remembered.clear()
+            self._origins.clear()
             logger.info("the model has changed since KV was computed with it: blocks sealed meanwhile get no label")
 
     def _hash(self) -> Fingerprint | None:

@@ -237,7 +237,8 @@ class Losses:
             elif Tier.GPU not in copies:
                 logger.warning("a block was recomputed from its tokens: %s", wanted[block])
             if Tier.GPU not in copies:  # else a promotion has read it after all
-                placement.hand_over(computed, block)
+                labels, sealed = placement.labels, placement.residency[block].sealed
+                placement.hand_over(computed, block, None if labels is None else labels.reseal(sealed))
                 placement.metrics.recomputed_blocks += 1
             wanted.pop(block, None)
             self._keep(block)

@@ -71,7 +71,7 @@ class Mender:
 
     @contextmanager
     def _open_row(self, batch: Batch) -> Iterator[Compute]:
-        cache = TieredCache(self._runtime, batch=batch)
+        cache = TieredCache(self._runtime, batch=batch, salt=self._state.salt)
         own, given = cache.state, self._state
         own.weights, own.structure, own.modules = given.weights, given.structure, given.modules
         self._runtime.is_mending = True

@@ -15,11 +15,14 @@ class SequenceMetrics:
     slices_read: Counter[Tier] = field(default_factory=Counter)
     nvme_read_bytes: int = 0
     """Bytes brought up from the nvme tier for this sequence, streamed or promoted."""
+    reused_tokens: Counter[Tier] = field(default_factory=Counter)
+    """Tokens of prompts that were found instead of computed, by the fastest tier that held them."""
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for `cache.stats()`."""
         return {
             "nvme_read_bytes": self.nvme_read_bytes,
+            "reused_tokens": {tier.label: self.reused_tokens[tier] for tier in Tier},
             "slices_read": {tier.label: self.slices_read[tier] for tier in Tier},
         }
 

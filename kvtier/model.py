@@ -87,14 +87,16 @@ class TieredKV:
 
     # -- using it -----------------------------------------------------------------------------------------------------
 
-    def new_cache(self, batch_size: int | None = None) -> TieredCache:
+    def new_cache(self, batch_size: int | None = None, *, salt: str | bytes = b"") -> TieredCache:
         """An empty cache for one conversation, or a batch: pass it as `cache` to `generate` or a call, turn after turn.
 
         Args:
             batch_size: rows, beams and return sequences included; None: as many as the first call has.
+            salt: whose KV it is: its blocks are shared with caches of the same salt, and with no other, on every tier
+                and after a restart.
         """
         self._runtime.check_open()
-        return _new_cache(self._runtime, batch_size)
+        return _new_cache(self._runtime, batch_size, _salt(salt))
 
     def session(self, name: str) -> Session:
         """The conversation of that name: `generate` on it takes the whole transcript and computes only what differs.
@@ -104,8 +106,11 @@ class TieredKV:
         self._runtime.check_open()
         return self._sessions.open(name)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, salt: str | bytes = b"", **kwargs: Any) -> Any:
         """`model.generate` with the KV on tiers: every argument that it takes.
+
+        What earlier calls under the same `salt` have computed of a prompt's beginning is not computed again, unless
+        the config says `prefix_cache: false`. Pass a salt for each tenant whose prompts others must learn nothing of.
 
         With `cache=tiered.new_cache()` several turns share one conversation: pass the whole transcript each time.
 
@@ -119,9 +124,11 @@ class TieredKV:
         given = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         if not given:
-            given = [self.new_cache()]
+            given = [self.new_cache(salt=salt)]
         elif any(not isinstance(cache, TieredCache) for cache in given):
             raise UnsupportedError(f"cache is a {type(given[0]).__name__}: pass tiered.new_cache(), or none")
+        elif salt and any(cache.state.salt != _salt(salt) for cache in given):
+            raise UnsupportedError("generate(salt=…) with a cache of another: tiered.new_cache(salt=…) makes one of it")
         return self.model.generate(*args, **kwargs, **dict(zip(CACHE_NAMES, given, strict=False)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,11 +193,19 @@ class TieredKV:
         return f"TieredKV({type(self.model).__name__}, {state})"
 
 
-def _new_cache(runtime: Runtime, batch_size: int | None = None) -> TieredCache:
+def _salt(salt: str | bytes) -> bytes:
+    if isinstance(salt, str):
+        return b"str:" + salt.encode(errors="surrogatepass") if salt else b""
+    if not isinstance(salt, bytes):
+        raise UnsupportedError(f"salt={salt!r:.40}: give text or bytes, as secret as the tenants' prompts")
+    return b"bytes:" + salt if salt else b""
+
+
+def _new_cache(runtime: Runtime, batch_size: int | None = None, salt: bytes = b"") -> TieredCache:
     if batch_size is not None and batch_size < 1:
         raise UnsupportedError(f"new_cache(batch_size={batch_size}): at least one row")
     with runtime.turn:
-        return TieredCache(runtime, batch_size)
+        return TieredCache(runtime, batch_size, salt=salt)
 
 
 def _unwrap(model: Any, own: dict[str, Callable[..., Any]], patch: Patch, runtime: Runtime) -> None:

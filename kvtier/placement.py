@@ -13,6 +13,7 @@ from kvtier.labels import Labels
 from kvtier.log import logger
 from kvtier.metrics import Metrics
 from kvtier.mover import Mover
+from kvtier.prefix import Miss
 from kvtier.slots import SlotPool
 from kvtier.types import BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
 from kvtier.wear import WriteMeter
@@ -61,10 +62,26 @@ class _Droppable(Container[BlockId]):
         return not any(pins.values()) and block in self._recomputable
 
 
+class _CachedLeaf(Container[BlockId]):
+    """Blocks on a tier that only the prefix index holds, and that no other block there continues."""
+
+    def __init__(self, placement: Placement, tier: Tier) -> None:
+        self._placement = placement
+        self._idle = _Evictable(placement, tier, running=False)
+
+    def __contains__(self, block: object) -> bool:
+        placement = self._placement
+        if block not in placement.prefixes or block not in self._idle:
+            return False
+        record = placement.residency[block]  # type: ignore[index]  # it is in the index, so it is a block
+        return record.holders == 1 and not any(record.pins.values()) and placement.prefixes.is_leaf(block)  # type: ignore[arg-type]
+
+
 class Placement(Mover):
     """Room on every tier: copies that are not needed go first, then blocks of idle sequences, then of running ones.
 
-    When no tier takes a block, idle blocks that can be computed again are dropped.
+    When no tier takes a block, cached ones go, the last of each prefix first; then idle blocks that can be computed
+    again are dropped.
     """
 
     def __init__(
@@ -101,7 +118,8 @@ class Placement(Mover):
         return self._leaving[tier]
 
     def make_room(self, tier: Tier, num_slots: int) -> None:
-        """Wait until `num_slots` slots of `tier` are free: evict clean copies, demote the rest; last, drop idle blocks.
+        """Wait until `num_slots` slots of `tier` are free: evict clean copies, demote the rest; then evict cached
+        blocks, and last, drop idle ones.
 
         A lower tier that is out of use takes nothing: then this fails at once, and does not wait for the tier.
 
@@ -122,7 +140,9 @@ class Placement(Mover):
                 return
             if self.moves:
                 self.wait()
-            elif not self._drop_idle(tier, num_slots - pool.num_free):
+            elif not self._evict_cached(tier, num_slots - pool.num_free) and not self._drop_idle(
+                tier, num_slots - pool.num_free
+            ):
                 raise CapacityError(self._no_room(tier, num_slots))
 
     def _give_up_oldest(self, tier: Tier, num_slots: int) -> None:
@@ -141,6 +161,36 @@ class Placement(Mover):
             self.give_up(tier, num_slots)
         finally:
             self._oldest_first = False
+
+    def _evict_cached(self, tier: Tier, num_slots: int) -> bool:
+        """Evict up to that many cached blocks, the slowest tier's first; whether any went, and it will help.
+
+        A block that goes further down makes room for one of this tier.
+        """
+        if not len(self.prefixes):
+            return False
+        below = [other for other in self.pools if other > tier and self.takes(other)]
+        if below and not any(self._victims(tier, 1, _Evictable(self, tier, each)) for each in (False, True)):
+            below = []
+        done = 0
+        for other in [*sorted(below, reverse=True), tier]:
+            done += self.evict_cached(other, num_slots - done)
+        return done > 0
+
+    def evict_cached(self, tier: Tier, num_blocks: int) -> int:
+        """Give up to that many cached blocks of `tier` up, with all their copies; returns how many.
+
+        In the policy's order, but each after those that continue it.
+        """
+        done = 0
+        while done < num_blocks:
+            leaves = self._victims(tier, num_blocks - done, _CachedLeaf(self, tier))
+            for block in leaves:
+                self.unindex(block, Miss.EVICTED)
+            if not leaves:
+                break
+            done += len(leaves)
+        return done
 
     def _drop_idle(self, tier: Tier, num_slots: int) -> bool:
         """Drop that many idle blocks, so that as many slots of `tier` can be had. False, and nothing done: too few.
@@ -177,6 +227,7 @@ class Placement(Mover):
         for tier in list(self.residency[block].copies):
             self.drop_copy(block, tier)
         self.unreadable.add(block)
+        self.unindex(block, Miss.EVICTED)
         self.metrics.dropped_blocks += 1
 
     def _no_room(self, tier: Tier, num_slots: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Container
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from kvtier.config import KVTierConfig
-from kvtier.errors import BudgetError, ClosedError
+from kvtier.errors import BudgetError, ClosedError, StoreError
 from kvtier.executor import StepExecutor, StepLimits
 from kvtier.labels import Labels, Source
 from kvtier.log import logger
@@ -19,6 +20,7 @@ from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
 from kvtier.placement import Placement, Watermark
 from kvtier.policy import load_eviction, load_prefetch
+from kvtier.prefix_cache import PrefixCache
 from kvtier.recomputable import Past
 from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
@@ -27,7 +29,7 @@ from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
-from kvtier.types import BlockId, IoMode, LayerGroup, Tier
+from kvtier.types import BlockId, IoMode, LayerGroup, Slot, Tier
 
 DIRECT_STREAM_THREADS = 32
 _LEAVE_WAIT_S = 1.0  # for a step, for reads, and for transfers, one after the other
@@ -83,8 +85,11 @@ class Runtime:
         self.metrics = Metrics()
         nvme = config.tiers.nvme
         persists = nvme is not None and nvme.path is not None and nvme.budget.amount > 0
-        self.labels = Labels(fingerprints) if fingerprints is not None and persists else None
-        """What gives blocks a label; None: nothing outlives the process, and nothing is hashed."""
+        self.shares = config.shares_prefixes and past is Past.BLOCKS
+        """Whether prompts are looked up."""
+        named = fingerprints is not None and (persists or self.shares)
+        self.labels = Labels(fingerprints, outlives=persists) if fingerprints is not None and named else None
+        """What gives blocks a label; None: nothing outlives the process or is shared in it."""
         self.stores: dict[Tier, Store] = {}
         self._engine: TransferEngine | None = None
         try:
@@ -113,8 +118,8 @@ class Runtime:
         nvme = self.stores.get(Tier.NVME)
         if isinstance(nvme, NvmeStore):
             self._pools[Tier.NVME].hold_back(nvme.held_back())
-            if not nvme.persistent:  # a share: nothing in it outlives the process
-                self.labels = None
+            if not nvme.persistent and self.labels is not None:  # a share: nothing in it outlives the process
+                self.labels.outlives = False
         engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
         self.placement = Placement(
             self._pools,
@@ -129,6 +134,11 @@ class Runtime:
             nvme_writes=nvme.writes if isinstance(nvme, NvmeStore) else None,
         )
         self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes, self._past)
+        self.manager.shares = self.shares
+        files = nvme if isinstance(nvme, NvmeStore) and self.labels is not None and self.labels.outlives else None
+        self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, files)
+        if files is not None:
+            self.placement.forget_slot = functools.partial(_forget, files)
         if config.on_block_loss == "recompute":
             self.placement.droppable = self._droppable
         ring = None
@@ -259,3 +269,10 @@ class Runtime:
             return  # a store that is being read or written cannot be taken away
         for store in self.stores.values():
             store.close()
+
+
+def _forget(store: NvmeStore, slot: Slot) -> None:
+    try:
+        store.forget(slot)
+    except StoreError as error:  # a later process may find it, and sees by its checksums that it is damaged
+        logger.info("%s", error)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvtier.batch import Batch
-from kvtier.block_table import BlockTable
+from kvtier.block_table import BlockTable, Made, Padding
 from kvtier.errors import IntegrityError
 from kvtier.labels import Origin
 from kvtier.metrics import SequenceMetrics
@@ -18,6 +19,15 @@ from kvtier.recomputable import Past, Recomputable
 from kvtier.residency import BlockState
 from kvtier.types import BlockId, SequenceId, Slot, Tier
 from kvtier.upkeep import Upkeep
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a row of an empty batch begins with: padding, then the tokens of full blocks that are there already."""
+
+    padding: int
+    token_ids: Sequence[int]
+    blocks: Sequence[BlockId]
 
 
 class Sequences:
@@ -39,6 +49,8 @@ class Sequences:
         self.block_tokens = block_tokens
         self.tables: dict[SequenceId, BlockTable] = {}
         self.recomputable = Recomputable(self.tables, placement.residency, block_tokens, past)
+        self.shares = False
+        """Whether sealed blocks enter the prefix index."""
         self.dropped: deque[Batch] = deque()
         """Batches whose cache was garbage-collected. Finalizers append here and take no lock."""
         self.left: deque[Batch] = deque()
@@ -81,6 +93,24 @@ class Sequences:
         """A batch of one row that shares every block of `table` by count."""
         metrics = SequenceMetrics()
         return Batch([self._fork_row(table, metrics)], metrics)
+
+    def attach(self, batch: Batch, begins: Sequence[Beginning], length: int) -> None:
+        """Give an empty batch the beginnings of its rows, up to `length` columns: blocks that are shared by count.
+
+        Each has at least as many; what it was given beyond them is not used.
+        """
+        if batch.length or len(begins) != batch.num_rows:
+            raise IntegrityError(f"{len(begins)} beginnings for {batch.num_rows} rows of {batch.length} columns")
+        for table, begin in zip(batch.tables, begins, strict=True):
+            for block in begin.blocks:
+                self.placement.residency[block].holders += 1
+            padding = min(begin.padding, length)
+            table.append(
+                len(begin.token_ids), begin.token_ids, begin.blocks, positions=range(len(begin.token_ids)),
+                padding=[Padding(0, padding)] if padding else [], made=Made.PLACED,
+            )  # fmt: skip
+        self.truncate(batch, length)
+        self._rebuild_running()
 
     def share(self, table: BlockTable, index: int, block: BlockId) -> None:
         """Put `block`, which holds the same tokens, in the place of block number `index`, by count."""
@@ -231,16 +261,21 @@ class Sequences:
             self._join(batch, first_new)
 
     def _label(self, table: BlockTable, origin: Origin | None, first: int) -> None:
-        """Note what newly sealed blocks are labelled with, while their tokens are at hand: a crop may drop them."""
+        """Note what newly sealed blocks are labelled with, while their tokens are at hand: a crop may drop them.
+
+        Where padding stands plays no part in what a layer of full attention makes of tokens and their positions.
+        """
         labels, residency = self.placement.labels, self.placement.residency
         if labels is None or origin is None:
             return
         for index in range(first, table.num_full_blocks):
-            content = table.content(index)
+            content = table.content(index, with_padding=self.recomputable.past is not Past.BLOCKS)
             if content is None:  # fed as embeddings: this one and all behind it
                 return
             parent = residency[table.blocks[index - 1]].sealed if index else None
             residency[table.blocks[index]].sealed = labels.seal(origin, parent, content, is_first=index == 0)
+            if self.shares:
+                self.placement.index(table.blocks[index])
 
     def _join(self, batch: Batch, first: int) -> None:
         """Equal tokens are not enough: a hook, an adapter or token types may have given rows other KV for them."""
@@ -271,6 +306,8 @@ class Sequences:
             table.check_integrity()
             for block in table.blocks:
                 holders[block] = holders.get(block, 0) + 1
+        for block in self.placement.prefixes.blocks():
+            holders[block] = holders.get(block, 0) + 1
         residency = self.placement.residency
         for block in residency.blocks():
             if residency[block].holders != holders.pop(block, 0):

@@ -72,6 +72,30 @@ class SlotPool:
         self.peak_used = max(self.peak_used, len(self._taken))
         return Slot(slot)
 
+    def claim(self, slot: Slot) -> bool:
+        """Hand out this very slot, for the sake of what lies in it; whether it was there to be had. O(free)."""
+        number = int(slot)
+        if not 0 <= number < self._ceiling or number in self._taken or number in self._retired:
+            return False
+        if number in self._is_held:
+            self._held.remove(number)
+            self._is_held.discard(number)
+            self._num_passed -= number < self._fresh
+        elif number < self._fresh:
+            self._free.remove(number)
+            heapq.heapify(self._free)
+        if number >= self._fresh:
+            # Those before it were never handed out, and can be: they are free like any that was given back.
+            for passed in range(self._fresh, number):
+                if passed in self._is_held:
+                    self._num_passed += 1
+                else:
+                    heapq.heappush(self._free, passed)
+            self._fresh = number + 1
+        self._taken.add(number)
+        self.peak_used = max(self.peak_used, len(self._taken))
+        return True
+
     def give_back(self, slot: Slot) -> None:
         """Take a slot back. A slot beyond a lowered ceiling is retired.
 

@@ -35,6 +35,7 @@ def stats(runtime: Runtime) -> dict[str, Any]:
             "nvme_sole_reads": metrics.nvme_sole_reads,
             "recomputed_blocks": metrics.recomputed_blocks,
             "dropped_blocks": metrics.dropped_blocks,
+            "prefix_cache": runtime.prefix_cache.as_dict(),
             "untiered_bytes": runtime.untiered_bytes(),
             "stall_s": metrics.stall_s,
         }

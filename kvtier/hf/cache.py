@@ -96,16 +96,17 @@ class TieredCache(Cache):
         *,
         fork_of: CacheState | None = None,
         batch: Batch | None = None,
+        salt: bytes = b"",
     ) -> None:
         if fork_of is None:
             if batch is None:
                 batch = runtime.manager.new_batch(1 if num_rows is None else num_rows)
             untiered = UntieredLayers(runtime.new_untiered())
-            self.state = CacheState(runtime, batch, untiered, num_rows)
+            self.state = CacheState(runtime, batch, untiered, num_rows, salt)
         else:
             batch = runtime.manager.fork(fork_of.batch)
             untiered = UntieredLayers(fork_of.untiered.fork())
-            made_by = fork_of.weights, fork_of.structure, fork_of.modules
+            made_by = fork_of.salt, fork_of.weights, fork_of.structure, fork_of.modules
             self.state = CacheState(runtime, batch, untiered, fork_of.num_rows, *made_by)
         runtime.untiered.add(untiered)
         layers = {index: TieredLayer(self.state, index) for index in runtime.group.layers} | untiered.layers

@@ -23,7 +23,7 @@ from kvtier.hf.cache import CACHE_NAMES
 from kvtier.hf.weights import NOT_OF_CONFIG, NOT_OF_MODULE, WeightsMark
 from kvtier.hf.wrapped import WrappedMethod
 from kvtier.identity import FORMATS, canonical, digest
-from kvtier.labels import Fingerprint
+from kvtier.labels import Fingerprint, namespace_of
 from kvtier.types import LayerGroup
 
 PIECE_BYTES = 16 << 20
@@ -107,8 +107,8 @@ def fingerprint(model: PreTrainedModel, group: LayerGroup, salt: bytes = b"") ->
         ("modules", canonical(_modules(model))),
         ("tensors", canonical(_tensors(model))),
     ])  # fmt: skip
-    fields = [("weights", weights), ("adapters", canonical(_adapters(model))), ("salt", salt)]
-    return Fingerprint(weights, digest("namespace", fields))
+    adapters = canonical(_adapters(model))
+    return Fingerprint(weights, namespace_of(weights, adapters, salt), adapters)
 
 
 def _packages(model: nn.Module) -> dict[str, str]:

@@ -27,6 +27,8 @@ class CacheState:
     untiered: UntieredLayers
     num_rows: int | None = None
     """Rows that the caller asked for; None: whatever the first call has."""
+    salt: bytes = b""
+    """Whose KV it is: blocks are shared with no other."""
     weights: int = 0
     """Mark of the weights that the tokens held were computed with."""
     structure: bytes | None = None
@@ -60,7 +62,7 @@ class CacheState:
             self.structure = source.structure() if source is not None and recomputes else None
             self.modules = None if source is None else source.seen()
             # Hashed before the first token is computed: a hash made later would say nothing about this KV.
-            self.batch.origin = None if labels is None else labels.origin(self.weights)
+            self.batch.origin = None if labels is None else labels.origin(self.weights, self.modules, self.salt)
         elif not self.has_current_weights():
             raise UnsupportedError(
                 f"the model's weights changed since this cache's {self.batch.length} tokens were computed: its KV "
@@ -78,6 +80,10 @@ class CacheState:
             return
         if not labels.is_plain(arguments) or not self._has_same_modules():
             self.batch.origin = None
+
+    def may_reuse(self) -> bool:
+        """Whether KV that was made of the same tokens may stand for what this model computes now."""
+        return self.runtime.shares and self._is_plain()
 
     def is_as_begun(self) -> bool:
         """Whether the model computes as it did when the first token held was: no hook, no autocast, nothing set on it.

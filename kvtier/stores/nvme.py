@@ -277,6 +277,10 @@ class NvmeStore(Store):
         """Blocks of an earlier process that can be found."""
         return self._index.num_found
 
+    def has(self, namespace: bytes) -> bool:
+        """Whether a block of that namespace can be found."""
+        return self._index.has(namespace)
+
     @property
     def num_quarantined(self) -> int:
         """Slots that the open did not trust: torn, damaged, of a later version, or an older copy of another."""

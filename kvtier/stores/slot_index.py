@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from kvtier.errors import IntegrityError
 from kvtier.stores.slot_format import CODEC_NONE, HEADER, MAX_GENERATION, Headers, Payload, Verdict
 
-_KEY_BYTES = 64  # namespace, then identity
+_KEY_BYTES, _NAMESPACE_BYTES = 64, 32  # namespace, then identity
 _KEY_AT = HEADER.fields["namespace"][1] if HEADER.fields else 0  # mypy: a dtype without fields has none
 
 
@@ -38,6 +39,7 @@ class SlotIndex:
         self._payloads: dict[int, Payload] = {}  # absent: the slot holds nothing readable
         self._keys: dict[int, tuple[bytes, int]] = {}  # key and generation of each slot that can be found
         self._slots: dict[bytes, int] = {}
+        self._namespaces: Counter[bytes] = Counter()  # of all keys
         self._found: set[int] = set()  # by the open, and not written or forgotten since
         self._on_disk: set[int] = set()  # slots whose header may have something in it
         self._last_generation = 0
@@ -72,7 +74,7 @@ class SlotIndex:
             self._forget(other)
             del self._payloads[other]
         self._payloads[slot] = payload
-        self._keys[slot] = key, generation
+        self._enter(slot, key, generation)
         self._slots[key] = slot
         self._found.add(slot)
 
@@ -118,7 +120,7 @@ class SlotIndex:
         """The slot's header is whole: it can be found, unless a newer one of that key can."""
         with self._lock:
             other = self._slots.get(key)
-            self._keys[slot] = key, generation
+            self._enter(slot, key, generation)
             if other is None or self._keys[other][1] < generation:
                 self._slots[key] = slot
 
@@ -127,8 +129,14 @@ class SlotIndex:
         with self._lock:
             self._forget(slot)
 
+    def _enter(self, slot: int, key: bytes, generation: int) -> None:
+        self._namespaces[key[:_NAMESPACE_BYTES]] += slot not in self._keys
+        self._keys[slot] = key, generation
+
     def _forget(self, slot: int) -> None:
         key, _ = self._keys.pop(slot, (b"", 0))
+        if key:
+            self._namespaces[key[:_NAMESPACE_BYTES]] -= 1
         if self._slots.get(key) == slot:
             del self._slots[key]
         self._found.discard(slot)
@@ -140,6 +148,10 @@ class SlotIndex:
         with self._lock:
             slot = self._slots.get(key)
             return None if slot is None else (slot, self._keys[slot][1])
+
+    def has(self, namespace: bytes) -> bool:
+        """Whether a slot of that namespace can be found."""
+        return self._namespaces[namespace] > 0
 
     def generation(self, slot: int) -> int | None:
         """Of a slot that is labelled."""
@@ -166,5 +178,7 @@ class SlotIndex:
             for key, slot in self._slots.items():
                 if self._keys.get(slot, (b"", 0))[0] != key or slot not in self._on_disk:
                     raise IntegrityError(f"nvme store: slot {slot} is found by a key that is not its own")
+            if +self._namespaces != Counter(key[:_NAMESPACE_BYTES] for key, _ in self._keys.values()):
+                raise IntegrityError("nvme store: the slots of a namespace are miscounted")
             if not self._found <= self._keys.keys():
                 raise IntegrityError("nvme store: a slot was found and has no key")

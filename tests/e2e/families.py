@@ -172,7 +172,9 @@ def small_config(
     """
     gpu_slots = 2 + 3 * rows if gpu_slots is None else gpu_slots
     nvme = rows * 4 * 1024**2 if nvme is None else nvme
-    config: dict[str, Any] = {"block_tokens": BLOCK, "prefill_chunk": CHUNK, "io_threads": 2, **values}
+    # What a test computes twice it means to, unless it says otherwise.
+    common = {"block_tokens": BLOCK, "prefill_chunk": CHUNK, "io_threads": 2, "prefix_cache": False}
+    config: dict[str, Any] = {**common, **values}
     config["attention"] = mode
     group = describe(model, config["block_tokens"])
     shape = group.shape

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Padding
 from kvtier.identity import DIGEST_BYTES, block_identity, canonical, digest, framed, token_content
-from kvtier.labels import Fingerprint, Labels, Origin
+from kvtier.labels import Fingerprint, Labels, Origin, namespace_of
+from kvtier.recomputable import Past
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, MovePurpose, SequenceId, SlotLabel, Tier
 from tests.small_tiers import Columns, House, build
@@ -208,7 +209,8 @@ class FakeModel:
         if self.error is not None:
             raise self.error
         weights = digest("weights", [("", b"%d" % self.weights)])
-        return Fingerprint(weights, digest("namespace", [("", weights), ("", b"%d" % self.adapter)]))
+        adapters = b"%d" % self.adapter
+        return Fingerprint(weights, namespace_of(weights, adapters, b""), adapters)
 
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         return self.plain
@@ -271,21 +273,45 @@ def test_a_conversation_has_the_same_labels_in_every_house() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "past"),
     [
-        [7, *EIGHT[1:]],  # another parent for the second block
-        [None, *EIGHT],  # padding in front
-        [*EIGHT[:2], None, *EIGHT[2:]],  # padding inside
+        ([7, *EIGHT[1:]], Past.BLOCKS),  # another parent for the second block
+        ([None, *EIGHT], Past.STATES),  # padding in front, which has left a trace in what is not kept in blocks
+        ([*EIGHT[:2], None, *EIGHT[2:]], Past.STATES),  # padding inside
     ],
     ids=str,
 )
-def test_other_tokens_or_padding_before_or_in_a_block_make_other_identities(other: Columns) -> None:
-    plain, changed = Labelled(), Labelled()
+def test_other_tokens_or_padding_that_counts_make_other_identities(other: Columns, past: Past) -> None:
+    plain, changed = Labelled(past=past), Labelled(past=past)
     plain.filled(EIGHT)
     changed.filled(other)
     mine, theirs = known(plain.demoted()), known(changed.demoted())
     assert [a.identity == b.identity for a, b in zip(mine, theirs, strict=True)] == [False, False]
     assert mine[1].content == theirs[1].content, "only its parent tells the second block apart"
+
+
+@pytest.mark.parametrize("other", [[None, *EIGHT], [*EIGHT[:2], None, *EIGHT[2:]]], ids=str)
+def test_padding_plays_no_part_where_every_layer_is_tiered(other: Columns) -> None:
+    plain, padded = Labelled(), Labelled()
+    plain.filled(EIGHT)
+    padded.filled(other)
+    assert known(plain.demoted()) == known(padded.demoted())
+
+
+def test_salts_have_nothing_in_common_but_the_model() -> None:
+    labelled = Labelled()
+    origins = [labelled.labels.origin(1, None, salt) for salt in (b"", b"alice", b"bob")]
+    assert len({origin.fingerprint.namespace for origin in origins if origin}) == 3
+    assert len({origin.fingerprint.model for origin in origins if origin}) == 1
+    assert labelled.labels.origin(1, None, b"alice") is origins[1] and labelled.model.num_hashed == 1
+
+
+def test_what_is_set_on_modules_is_another_model_although_the_mark_is_the_same() -> None:
+    labelled = Labelled()
+    first = labelled.labels.origin(1, b"before")
+    labelled.model.weights = 2
+    second = labelled.labels.origin(1, b"after")
+    assert first is not None and second is not None and first.fingerprint != second.fingerprint
 
 
 def test_tails_and_blocks_fed_as_embeddings_and_all_behind_them_have_no_label() -> None:
