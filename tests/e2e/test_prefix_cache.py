@@ -109,7 +109,7 @@ def test_rows_of_a_padded_batch_are_found_too_in_or_out_of_one(tiered: TieredKV)
 @pytest.mark.parametrize(
     "kwargs",
     [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}, {"prompt_lookup_num_tokens": 3}],
-    ids=lambda kwargs: "+".join(kwargs),
+    ids="+".join,
 )
 def test_found_prompts_go_on_in_every_mode(model: Any, tmp_path: Path, kwargs: dict[str, Any]) -> None:
     with TieredKV(model, config(model, tmp_path, rows=3)) as tiered:
