@@ -121,6 +121,13 @@ class BlockTable:
         padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last] if with_padding else []
         return token_content(self._ids[first:last], self._positions[first:last], padding)
 
+    def tail_content(self) -> bytes | None:
+        """As `content`, of the tail's few tokens, without padding; None where ids are unknown or there is no tail."""
+        first = self.num_full_blocks * self.block_tokens
+        if not self.tail_tokens or len(self._ids) < self.num_tokens:
+            return None
+        return token_content(self._ids[first:], self._positions[first:], ())
+
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Tokens `first … last - 1` as runs of neighbouring columns: `(column, token, count)`. O(runs)."""
         column = first + sum(p.count for p in self.padding if p.at <= first)

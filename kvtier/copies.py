@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvtier.errors import IntegrityError
 from kvtier.hung_moves import HungMoves
@@ -30,6 +30,9 @@ class Copies:
         other room."""
         self.forget_slot: Callable[[Slot], None] | None = None
         """Sees to it that no process finds again what lies in an nvme slot; None where nothing is found there."""
+        self._labelled: set[BlockId] = set()
+        self.kept: dict[BlockId, None] = {}
+        """Blocks whose copy in files is worth more than its slot while there is other room, oldest first."""
         self.running_blocks: set[BlockId] = set()
         self.unreadable: set[BlockId] = set()
         """Blocks of which no copy can be read: a promotion failed to, or all were dropped to make room. Reading them
@@ -50,6 +53,9 @@ class Copies:
     def drop_copy(self, block: BlockId, tier: Tier) -> None:
         """A copy goes, and its slot is free, or once the move that hangs over it has ended."""
         slot = self.residency.drop_copy(block, tier)
+        if tier is Tier.NVME:
+            self._labelled.discard(block)
+            self.kept.pop(block, None)
         if not self.hung.keep(tier, slot):
             self.pools[tier].give_back(slot)
         self.policies[tier].removed(block)
@@ -96,6 +102,20 @@ class Copies:
             self.prefixes.remove(block, why)
             self.release(block)
 
+    def is_labelled(self, block: BlockId) -> bool:
+        """Whether a later process can find the block's copy on the nvme tier."""
+        return block in self._labelled
+
+    def note_labelled(self, block: BlockId) -> None:
+        """The block's nvme slot has a label, by which it is found."""
+        self._labelled.add(block)
+
+    def hold_kept(self, blocks: Iterable[BlockId]) -> None:
+        """The nvme copies of these blocks are worth their slots, though faster tiers have them too."""
+        for block in blocks:
+            self.kept.pop(block, None)
+            self.kept[block] = None
+
     def is_cached(self, block: BlockId) -> bool:
         """Whether nothing but the prefix index holds the block."""
         return block in self.prefixes and self.residency[block].holders == 1
@@ -109,8 +129,18 @@ class Copies:
         record = self.residency[block]
         record.state, record.sealed = BlockState.SEALED, sealed
         self.add_copy(block, Tier.NVME, slot)
+        self.note_labelled(block)
         self.index(block)
         self.release(block)  # by whoever made it: the index holds it
+        return block
+
+    def adopt_tail(self, sequence: SequenceId, index: int, slot: Slot) -> BlockId | None:
+        """A tail from an nvme slot that was found to hold it, held once; None if the slot is not to be had."""
+        if self.is_held(Tier.NVME, slot) or not self.pools[Tier.NVME].claim(slot):
+            return None
+        block = self.residency.create(sequence, index)
+        self.add_copy(block, Tier.NVME, slot)
+        self.note_labelled(block)
         return block
 
     def release(self, block: BlockId) -> None:
@@ -142,6 +172,9 @@ class Copies:
         """Raise IntegrityError unless copies and what is known of them agree."""
         self.residency.check_integrity()
         self.prefixes.check_integrity()
+        known = {block for block in self.residency.blocks() if Tier.NVME in self.residency[block].copies}
+        if not self._labelled <= known or not self.kept.keys() <= known:
+            raise IntegrityError("a block without an nvme copy is listed as found there")
         if any(self.residency.get(block) is None for block in self.prefixes.blocks()):
             raise IntegrityError("a dead block is in the prefix index")
         for block in self.residency.blocks():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from kvtier.breaker import Clock
 from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
-from kvtier.labels import Labels
+from kvtier.labels import Labels, Sealed
 from kvtier.metrics import Metrics, SequenceMetrics
 from kvtier.slots import SlotPool
 from kvtier.tier_use import TierUse
@@ -76,12 +76,18 @@ class Mover(TierUse):
 
     # -- moves ------------------------------------------------------------------------------------------------------
 
-    def start(self, block: BlockId, purpose: MovePurpose, source: Tier, dest: Tier, dest_slot: Slot) -> Move:
-        """Queue a copy of `block` into a slot that was taken for it. O(1), but for `Labels.label` towards nvme."""
+    def start(
+        self, block: BlockId, purpose: MovePurpose, source: Tier, dest: Tier, dest_slot: Slot, as_: Sealed | None = None
+    ) -> Move:
+        """Queue a copy of `block` into a slot that was taken for it. O(1), but for `Labels.label` towards nvme.
+
+        `as_`: what a tail is labelled with, as it is now.
+        """
         record = self.residency[block]
         if record.move is not None:
             raise IntegrityError(f"block {block} is moving already")
-        label = self.labels.label(record.sealed) if self.labels is not None and dest is Tier.NVME else None
+        sealed = record.sealed if as_ is None else as_
+        label = self.labels.label(sealed) if self.labels is not None and dest is Tier.NVME else None
         move = Move(self._next_move, block, purpose, source, record.copies[source], dest, dest_slot, label)
         self._next_move += 1
         record.move = move
@@ -227,6 +233,8 @@ class Mover(TierUse):
             self._put_back(result)
         elif move.purpose is not MovePurpose.COPY_TAIL:
             self.add_copy(move.block, move.dest, move.dest_slot)
+            if move.label is not None:
+                self.note_labelled(move.block)
             if move.purpose is MovePurpose.DEMOTE and not record.pins[move.source]:
                 self.drop_copy(move.block, move.source)
 

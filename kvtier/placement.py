@@ -167,7 +167,7 @@ class Placement(Mover):
 
         A block that goes further down makes room for one of this tier.
         """
-        if not len(self.prefixes):
+        if not len(self.prefixes) and not self.kept:
             return False
         below = [other for other in self.pools if other > tier and self.takes(other)]
         if below and not any(self._victims(tier, 1, _Evictable(self, tier, each)) for each in (False, True)):
@@ -175,7 +175,20 @@ class Placement(Mover):
         done = 0
         for other in [*sorted(below, reverse=True), tier]:
             done += self.evict_cached(other, num_slots - done)
+            if other is Tier.NVME:
+                done += self._give_up_kept(num_slots - done)
         return done > 0
+
+    def _give_up_kept(self, num_blocks: int) -> int:
+        """Drop copies in files of blocks that faster tiers have too, oldest first; returns how many."""
+        done = 0
+        for block in list(self.kept):
+            record = self.residency[block]
+            is_free = record.move is None and not record.pins[Tier.NVME] and record.is_redundant(Tier.NVME)
+            if done < num_blocks and is_free and not self.is_held(Tier.NVME, record.copies[Tier.NVME]):
+                self.drop_copy(block, Tier.NVME)
+                done += 1
+        return done
 
     def evict_cached(self, tier: Tier, num_blocks: int) -> int:
         """Give up to that many cached blocks of `tier` up, with all their copies; returns how many.
@@ -293,6 +306,7 @@ class Placement(Mover):
             block
             for block, record in records
             if record.move is None and not record.pins[tier] and not self.is_held(tier, record.copies[tier])
+            if tier is not Tier.NVME or block not in self.kept
         )
         return list(islice(free, num_blocks))
 

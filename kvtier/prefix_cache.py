@@ -118,7 +118,7 @@ class PrefixCache:
 
         Blocks that are found in files are adopted for `sequence`. Nothing is read but headers. O(blocks found).
         """
-        if len(token_ids) <= self._block_tokens:
+        if len(token_ids) < self._block_tokens:
             return Match((), Miss.TOO_SHORT)
         labels = self._placement.labels
         if labels is None:
@@ -133,6 +133,12 @@ class PrefixCache:
             found.append(block)
             parent = label.identity
         return Match(tuple(found), None)
+
+    def match_tail(self, sealed: Sealed, sequence: SequenceId, index: int) -> BlockId | None:
+        """The tail of a sequence that an earlier process kept, held once; None where it is not to be found."""
+        files = self._files
+        slot = None if files is None or not self._placement.is_readable(Tier.NVME) else files.find(sealed.label)
+        return None if slot is None else self._placement.adopt_tail(sequence, index, slot)
 
     def _one(self, sealed: Sealed, sequence: SequenceId, index: int) -> BlockId | None:
         placement, label = self._placement, sealed.label

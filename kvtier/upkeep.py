@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvtier.block_table import BlockTable
+from kvtier.keeping import Keeper
 from kvtier.placement import Placement
 from kvtier.types import BlockId, MovePurpose, Tier
 
@@ -19,6 +20,7 @@ class Upkeep:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
+        self.keeper = Keeper(placement)
         # Bounded: a block that is forgotten here is copied down when it is demoted.
         self._to_copy_down: deque[BlockId] = deque(maxlen=4096)
 
@@ -38,6 +40,7 @@ class Upkeep:
                 self._demote_to_low(tier)
         self._copy_down()
         self._promote(running)
+        self.keeper.run(self.MAX_BACKGROUND)
 
     def _demote_to_low(self, tier: Tier) -> None:
         placement = self._placement

@@ -1,0 +1,108 @@
+"""Which blocks are to lie in files that outlive the process, before they have to leave memory. Part of the manager.
+
+Works on ids; touches no tensor. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from kvtier.labels import Sealed
+from kvtier.placement import Placement
+from kvtier.types import BlockId, MovePurpose, Slot, Tier
+
+
+class Keeper:
+    """Copies blocks down to labelled nvme slots, in the background or at once.
+
+    A block is *kept* while a later process could find its copy there.
+    """
+
+    MAX_AT_ONCE = 8
+    """Writes in flight: enough to keep a disk busy."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        # Bounded: a block that is forgotten here is kept when it is demoted, or not at all.
+        self._wanted: deque[BlockId] = deque(maxlen=4096)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything outlives the process."""
+        placement = self._placement
+        return placement.labels is not None and placement.labels.outlives and Tier.NVME in placement.pools
+
+    def want(self, block: BlockId) -> None:
+        """The block is worth keeping, when there is time."""
+        if self.is_on and not self._placement.is_labelled(block):
+            self._wanted.append(block)
+
+    def run(self, max_moves: int) -> None:
+        """Start some of what is wanted; waits for nothing."""
+        placement = self._placement
+        while self._wanted and len(placement.moves) < max_moves and placement.takes(Tier.NVME, early=True):
+            block = self._wanted.popleft()
+            record = placement.residency.get(block)
+            if record is not None and record.move is None and not self._start(block, record.sealed):
+                return
+
+    def keep(self, blocks: Sequence[BlockId], tails: Mapping[BlockId, Sealed | None]) -> int:
+        """See to it that these blocks are kept, and wait; how many of them are, counted from the first on.
+
+        Args:
+            tails: what those of them are labelled with that are not full.
+
+        A block that cannot be written now (no room, a limit, a disk that fails or hangs) ends it, as does one that has
+        no label. Raises TransferTimeoutError: as `Mover.wait`.
+        """
+        placement = self._placement
+        if not self.is_on:
+            return 0
+        todo = deque(block for block in blocks if not placement.is_labelled(block))
+        while todo:
+            block = todo[0]
+            placement.settle(block)
+            if len(self._writing(blocks)) >= self.MAX_AT_ONCE:
+                placement.wait()
+                continue
+            record = placement.residency[block]
+            if not placement.is_labelled(block):
+                if not placement.takes(Tier.NVME):
+                    break
+                if not self._start(block, tails.get(block, record.sealed)):
+                    break
+            todo.popleft()
+        while self._writing(blocks):
+            placement.wait()
+        num_kept = next((n for n, block in enumerate(blocks) if not placement.is_labelled(block)), len(blocks))
+        placement.hold_kept(blocks[:num_kept])
+        return num_kept
+
+    def _writing(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        moves = [(block, self._placement.residency[block].move) for block in blocks]
+        return [block for block, move in moves if move is not None and move.dest is Tier.NVME]
+
+    def _start(self, block: BlockId, sealed: Sealed | None) -> bool:
+        """Start writing a block under its label; whether it was."""
+        placement = self._placement
+        record = placement.residency[block]
+        assert placement.labels is not None  # or nothing would be kept
+        if placement.labels.label(sealed) is None:
+            return False
+        if Tier.NVME in record.copies:  # without a label
+            if len(record.copies) == 1 or record.pins[Tier.NVME]:
+                return False
+            placement.drop_copy(block, Tier.NVME)
+        source = record.fastest
+        slot = None if source is None else self._slot()
+        if source is None or slot is None:
+            return False
+        placement.start(block, MovePurpose.WRITE_BEHIND, source, Tier.NVME, slot, sealed)
+        return True
+
+    def _slot(self) -> Slot | None:
+        placement, pool = self._placement, self._placement.pools[Tier.NVME]
+        if not pool.num_free and not placement.give_up(Tier.NVME, 1, early=True):
+            placement.evict_cached(Tier.NVME, 1)
+        return pool.take()
