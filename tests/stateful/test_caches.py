@@ -255,7 +255,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(which=indexes, count=counts, layer=st.integers(0, 1), calls=st.integers(1, 3))
     def raise_in_a_layer(self, which: int, count: int, layer: int, calls: int) -> None:
-        chat, left = self.pick(which), [calls]
+        # No more columns than there is room to gather: without any the step would end before the hook is called.
+        count, left = max(count, CHUNK * (calls - 1) + 1), [calls]
+        chat = self.pick(which, lambda chat: chat.length + count <= MAX_COLUMNS)
 
         def hook(*_: Any) -> None:
             left[0] -= 1
@@ -265,7 +267,7 @@ class CacheMachine(RuleBasedStateMachine):
         layers = self.model.gpt_neox.layers if hasattr(self.model, "gpt_neox") else self.model.model.layers
         before = chat.ours.stats()["tokens"], chat.ours.get_seq_length()
         handle = layers[layer].register_forward_hook(hook)
-        ids = self.new_ids(chat.rows, max(count, CHUNK * (calls - 1) + 1))
+        ids = self.new_ids(chat.rows, count)
         try:
             # Under a hook nothing is dropped, and nothing that was is computed again.
             with torch.no_grad(), pytest.raises((Interrupted, CapacityError, BlockLostError)) as caught:
