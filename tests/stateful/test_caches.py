@@ -5,26 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.errors import StopTest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from transformers import DynamicCache
 
 from kvtier import TieredKV
@@ -46,7 +41,7 @@ class Interrupted(Exception):
     """Raised in the middle of a step on purpose."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Chat:
     """One tiered cache, the plain one that it must equal, and what both hold."""
 
@@ -75,17 +70,29 @@ class Chat:
         return torch.cat(parts, dim=1)
 
 
+def descriptors() -> set[tuple[str, str]]:
+    """The process's open files, with what each one is of."""
+    folder = Path("/proc/self/fd")
+    return {(each.name, os.readlink(each)) for each in folder.iterdir() if each.is_symlink()}
+
+
 class CacheMachine(RuleBasedStateMachine):
-    """Every rule is something that a decoding loop, a generate mode, or a user who gives up does."""
+    """Every rule is something that a decoding loop, a generate mode, or a user who gives up does.
+
+    No rule has a precondition: which caches there are depends on which calls found room, and that on how far moves in
+    the background have come. Hypothesis must draw the same whatever came of it. A rule that needs a cache begins one.
+    """
 
     totals: ClassVar[Counter[str]] = Counter()
+    unseen: ClassVar[list[BaseException]] = []
+    """What failed at the end of an example that Hypothesis had broken off: it takes no notice of that."""
 
     def __init__(self) -> None:
         super().__init__()
         self.chats: list[Chat] = []
         self.folder = tempfile.TemporaryDirectory()
         self.seed = 0
-        self.threads, self.descriptors = threading.active_count(), psutil.Process().num_fds()
+        self.threads, self.descriptors = set(threading.enumerate()), descriptors()
 
     @initialize(
         family=st.sampled_from(["llama", "qwen3", "gpt_neox"]),
@@ -109,15 +116,24 @@ class CacheMachine(RuleBasedStateMachine):
     def num_rows(self) -> int:
         return sum(chat.rows for chat in self.chats)
 
-    def pick(self, which: int) -> Chat:
-        return self.chats[which % len(self.chats)]
+    def pick(self, which: int, suits: Callable[[Chat], bool] = lambda chat: True) -> Chat:
+        """One that suits; when none does, a new one, for which there is always room."""
+        if not any(map(suits, self.chats)):
+            self.begin_chat(1 + which % 2, which % 4 < 2, 1 + which % CHUNK)
+        good = list(filter(suits, self.chats))
+        return good[which % len(good)]
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.num_rows() <= MAX_ROWS - 4)
     @rule(rows=st.integers(1, 4), same=st.booleans(), count=counts)
     def begin(self, rows: int, same: bool, count: int) -> None:
         """A new cache; equal rows, as beams begin, or different ones."""
+        self.begin_chat(rows, same, count)
+
+    def begin_chat(self, rows: int, same: bool, count: int) -> None:
+        """Where there are rows enough, the oldest go for it."""
+        while self.num_rows() + rows > MAX_ROWS:
+            del self.chats[0]
         empty = torch.zeros((rows, 0), dtype=torch.long)
         chat = Chat(self.tiered.new_cache(), DynamicCache(config=self.model.config), empty, empty)
         ids = self.new_ids(1, count).repeat(rows, 1) if same else self.new_ids(rows, count)
@@ -154,7 +170,6 @@ class CacheMachine(RuleBasedStateMachine):
         """After a recomputation gathered promises what blockwise does."""
         return "blockwise" if self.tiered.stats()["recomputed_blocks"] else mode_of(self.tiered)
 
-    @precondition(lambda self: self.chats)
     @rule(which=indexes, count=counts, pads=st.lists(st.integers(0, 40), min_size=4, max_size=4), left=st.booleans())
     def go_on(self, which: int, count: int, pads: list[int], left: bool) -> None:
         chat = self.pick(which)
@@ -167,7 +182,6 @@ class CacheMachine(RuleBasedStateMachine):
             mask[row, slice(0, pad) if left else slice(count - pad, count)] = 0
         self.append(chat, ids, mask)
 
-    @precondition(lambda self: self.chats)
     @rule(which=indexes, count=counts, chunk=st.integers(1, 20))
     def go_on_in_chunks_of_its_own(self, which: int, count: int, chunk: int) -> None:
         chat = self.pick(which)
@@ -175,11 +189,9 @@ class CacheMachine(RuleBasedStateMachine):
             ids = self.new_ids(chat.rows, count)
             self.append(chat, ids, torch.ones_like(ids), chunk)
 
-    @precondition(lambda self: any(chat.mask.all() for chat in self.chats))
     @rule(which=indexes, count=counts, new=st.integers(1, 5))
     def generate(self, which: int, count: int, new: int) -> None:
-        whole = [chat for chat in self.chats if chat.mask.all()]
-        chat = whole[which % len(whole)]
+        chat = self.pick(which, lambda chat: bool(chat.mask.all()))
         if chat.length + count + new > MAX_COLUMNS:
             return
         ids = torch.cat([chat.ids, self.new_ids(chat.rows, count)], dim=1)
@@ -199,7 +211,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.chats)
     @rule(which=indexes, back=st.integers(0, MAX_COLUMNS))
     def crop(self, which: int, back: int) -> None:
         chat = self.pick(which)
@@ -210,13 +221,11 @@ class CacheMachine(RuleBasedStateMachine):
             cache.crop(-back)
         chat.ids, chat.mask = chat.ids[:, : chat.length - back], chat.mask[:, : chat.length - back]
 
-    @precondition(lambda self: self.chats)
     @rule(which=indexes, rows=st.lists(st.integers(0, 3), min_size=4, max_size=4))
     def reorder(self, which: int, rows: list[int]) -> None:
         chat = self.pick(which)
         self.select(chat, "reorder_cache", [row % chat.rows for row in rows[: chat.rows]])
 
-    @precondition(lambda self: self.chats)
     @rule(which=indexes, rows=st.sets(st.integers(0, 3), min_size=1))
     def keep_some(self, which: int, rows: set[int]) -> None:
         chat = self.pick(which)
@@ -227,27 +236,28 @@ class CacheMachine(RuleBasedStateMachine):
             getattr(cache, method)(torch.tensor(rows))
         chat.ids, chat.mask = chat.ids[rows], chat.mask[rows]
 
-    @precondition(lambda self: any(c.rows <= 2 for c in self.chats) and self.num_rows() <= MAX_ROWS - 2)
     @rule(which=indexes)
     def repeat(self, which: int) -> None:
-        small = [chat for chat in self.chats if chat.rows <= 2]
-        chat = small[which % len(small)]
+        chat = self.pick(which, lambda chat: chat.rows <= 2)
+        if self.num_rows() + chat.rows > MAX_ROWS:
+            return
         for cache in (chat.ours, chat.plain):
             cache.batch_repeat_interleave(2)
         chat.ids, chat.mask = chat.ids.repeat_interleave(2, 0), chat.mask.repeat_interleave(2, 0)
 
-    @precondition(lambda self: self.chats and self.num_rows() <= MAX_ROWS - 4)
     @rule(which=indexes)
     def fork(self, which: int) -> None:
         chat = self.pick(which)
-        self.chats.append(Chat(copy.deepcopy(chat.ours), copy.deepcopy(chat.plain), chat.ids, chat.mask))
+        if self.num_rows() + chat.rows <= MAX_ROWS:
+            self.chats.append(Chat(copy.deepcopy(chat.ours), copy.deepcopy(chat.plain), chat.ids, chat.mask))
 
     # -- the end, and what goes wrong ---------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.chats)
     @rule(which=indexes, count=counts, layer=st.integers(0, 1), calls=st.integers(1, 3))
     def raise_in_a_layer(self, which: int, count: int, layer: int, calls: int) -> None:
-        chat, left = self.pick(which), [calls]
+        # No more columns than there is room to gather: without any the step would end before the hook is called.
+        count, left = max(count, CHUNK * (calls - 1) + 1), [calls]
+        chat = self.pick(which, lambda chat: chat.length + count <= MAX_COLUMNS)
 
         def hook(*_: Any) -> None:
             left[0] -= 1
@@ -257,7 +267,7 @@ class CacheMachine(RuleBasedStateMachine):
         layers = self.model.gpt_neox.layers if hasattr(self.model, "gpt_neox") else self.model.model.layers
         before = chat.ours.stats()["tokens"], chat.ours.get_seq_length()
         handle = layers[layer].register_forward_hook(hook)
-        ids = self.new_ids(chat.rows, max(count, CHUNK * (calls - 1) + 1))
+        ids = self.new_ids(chat.rows, count)
         try:
             # Under a hook nothing is dropped, and nothing that was is computed again.
             with torch.no_grad(), pytest.raises((Interrupted, CapacityError, BlockLostError)) as caught:
@@ -268,10 +278,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert isinstance(caught.value, Interrupted) or dropped or "no tier takes" in str(caught.value)
         assert before == (chat.ours.stats()["tokens"], chat.ours.get_seq_length())
 
-    @precondition(lambda self: self.chats)
     @rule(which=indexes, reset=st.booleans())
     def close(self, which: int, reset: bool) -> None:
-        chat = self.chats.pop(which % len(self.chats))
+        chat = self.pick(which)
+        self.chats.remove(chat)
         if reset:
             chat.ours.reset()
         del chat
@@ -287,23 +297,38 @@ class CacheMachine(RuleBasedStateMachine):
                 assert chat.ours.stats()["tokens"] == int(chat.mask.sum())
 
     def teardown(self) -> None:
-        if hasattr(self, "tiered"):
-            self.chats.clear()
-            gc.collect()
-            assert occupied(self.tiered) == 0
-            stats = self.tiered.stats()
-            for name in ("steps", "steps_aborted", "nvme_sole_reads", "dropped_blocks", "recomputed_blocks"):
-                self.totals[name] += stats[name]
-            assert all(tier["used_slots"] == 0 for tier in stats["tiers"].values())
-            self.tiered.close()
-            assert threading.active_count() == self.threads
-            assert psutil.Process().num_fds() == self.descriptors
-        self.folder.cleanup()
+        """Whatever happened, the model is unwrapped: the examples to come share it, and what failed first is told."""
+        failed = sys.exception()
+        try:
+            # What a rule raised holds its caches, which then cannot be gone.
+            if hasattr(self, "tiered") and (failed is None or isinstance(failed, StopTest)):
+                self.check_that_nothing_is_left()
+        except BaseException as error:
+            if isinstance(failed, StopTest):
+                self.unseen.append(error)
+            raise
+        finally:
+            if hasattr(self, "tiered"):
+                self.tiered.close()
+            self.folder.cleanup()
+
+    def check_that_nothing_is_left(self) -> None:
+        self.chats.clear()
+        gc.collect()
+        assert occupied(self.tiered) == 0
+        stats = self.tiered.stats()
+        for name in ("steps", "steps_aborted", "nvme_sole_reads", "dropped_blocks", "recomputed_blocks"):
+            self.totals[name] += stats[name]
+        assert all(tier["used_slots"] == 0 for tier in stats["tiers"].values())
+        self.tiered.close()
+        assert set(threading.enumerate()) <= self.threads
+        assert descriptors() <= self.descriptors
 
 
 @pytest.mark.timeout(900)
 def test_two_thousand_random_steps_equal_the_plain_caches() -> None:
     CacheMachine.totals.clear()
+    CacheMachine.unseen.clear()
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
@@ -316,6 +341,7 @@ def test_two_thousand_random_steps_equal_the_plain_caches() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    assert not CacheMachine.unseen, CacheMachine.unseen
     totals = CacheMachine.totals
     # That it went where it should: rules that ran, steps of the model, blocks that had to come back from nvme.
     assert totals["rules"] >= NUM_EXAMPLES * NUM_STEPS * 0.8, totals
