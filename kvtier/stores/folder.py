@@ -27,6 +27,7 @@ from kvtier.stores.folder_entries import (
     SEGMENT_NAME,
     WRITES_NAME,
     is_data,
+    is_session,
     namespace_name,
 )
 from kvtier.stores.folder_lock import FILE_FLAGS, claimed_lock_fds, release_lock, take_lock
@@ -76,6 +77,7 @@ class OwnedFolder:
             raise not_owned(path, error) from error
         self.io: FileIo = BufferedIo(_PAGE_CACHE_BYTES)
         self.count: Callable[[int], None] = _count_nothing
+        self._session_bytes: dict[str, int] = {}  # allocated, by file
         self._lock_fd = claimed_lock_fds.pop(self.path, -1)
         self._owner_pid = os.getpid()
         try:
@@ -86,6 +88,9 @@ class OwnedFolder:
             _owned.add(self)
             if not keep_files:
                 self._remove_files()
+            for entry in os.scandir(self._fd):
+                if is_session(entry.name):
+                    self._session_bytes[entry.name] = entry.stat(follow_symlinks=False).st_blocks * 512
         except BaseException as error:  # a Ctrl-C too: no descriptor, no lock is left
             self._close_fds()
             if isinstance(error, OSError) and not isinstance(error, StoreError):
@@ -108,7 +113,8 @@ class OwnedFolder:
 
     def open_file(self, name: str) -> int:
         """A descriptor for reading a file of the folder, the caller's to close. Raises OSError."""
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: a planted FIFO would hang
+        return os.open(name, flags, dir_fd=self._fd)
 
     def adopt(self, name: str, num_bytes: int, *, sparse: bool = False) -> Segment:
         """A segment of `num_bytes` from a file that is there: cut to that length, unless `sparse` its holes allocated.
@@ -165,6 +171,7 @@ class OwnedFolder:
     def unlink(self, name: str) -> None:
         """Take a file off the disk; its space is free once nobody reads it any more. Raises OSError."""
         os.unlink(name, dir_fd=self._fd)
+        self._session_bytes.pop(name, None)
 
     def create(self, name: str, num_bytes: int, *, sparse: bool = False) -> Segment:
         """Make a segment file with all of its blocks allocated, or the first only. On any error the file is gone again.
@@ -192,19 +199,52 @@ class OwnedFolder:
         finally:
             close_fd(fd)
 
-    def replace_file(self, name: str, data: bytes) -> None:
-        """Put a small file in the place of the one of that name, whole and on the medium. Raises OSError: it is not."""
+    def replace_file(self, name: str, data: bytes, *, sync: bool = True) -> None:
+        """Put a small file in the place of the one of that name, whole, and with `sync` on the medium.
+
+        Raises OSError: the one before stands, or either if it was the folder that did not reach the medium. Nothing
+        else is left.
+        """
         new = name + NEW_SUFFIX
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            self._write_new(new, data, sync)
+            os.rename(new, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            if new in self._session_bytes:
+                self._session_bytes[name] = self._session_bytes.pop(new)
+            if sync:
+                self.sync()
+        except BaseException:  # a Ctrl-C too
+            with contextlib.suppress(OSError):
+                self.unlink(new)
+            raise
+
+    def _write_new(self, name: str, data: bytes, sync: bool) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)  # left by a process that died, or planted: never written into
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=self._fd)
         try:
             os.fchmod(fd, 0o600)
-            if os.pwrite(fd, data, 0) != len(data):
-                raise OSError(errno.EIO, f"{self.path / new}: written in part")
-            os.fsync(fd)
+            at = 0
+            while at < len(data):  # in part where the disk ends in the middle: the next call says why
+                written = os.pwrite(fd, memoryview(data)[at:], at)
+                if not written:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                at += written
+            if sync:
+                os.fsync(fd)
         finally:
+            if is_session(name):
+                self._session_bytes[name] = os.fstat(fd).st_blocks * 512
             close_fd(fd)
-        os.rename(new, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        self.sync()
+
+    def session_files(self) -> list[str]:
+        """Names of the sessions' files, those that were not finished included."""
+        return sorted(self._session_bytes)
+
+    def sessions_bytes(self) -> int:
+        """Allocated bytes of the sessions' files. No call to the file system: only the owner changes them."""
+        return sum(list(self._session_bytes.values()))  # a list: another thread may be saving
 
     def forget_writes(self) -> None:
         """Remove the count of writes, if there is one. Raises OSError."""
@@ -213,13 +253,13 @@ class OwnedFolder:
                 self.unlink(name)
 
     def overhead_bytes(self) -> int:
-        """Allocated bytes of the folder, its lock and the count of writes; the namespaces' files take none."""
+        """Allocated bytes of the folder, its lock, sessions and the count of writes; namespaces' files take none."""
         fds = [fd for fd in (self._fd, self._lock_fd) if fd >= 0]  # a forked child has no lock
         num_blocks = sum(os.fstat(fd).st_blocks for fd in fds)
         for name in (WRITES_NAME, WRITES_NAME + NEW_SUFFIX):
             with contextlib.suppress(FileNotFoundError):
                 num_blocks += os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_blocks
-        return num_blocks * 512
+        return num_blocks * 512 + self.sessions_bytes()
 
     def close(self, keep_files: bool) -> None:
         """Give up the lock; unless `keep_files`, remove our files first, and the folder if nothing else is in it."""

@@ -9,6 +9,7 @@ import stat
 LOCK_NAME = "lock"
 SEGMENT_NAME = re.compile(r"segment-\d{5,}\.kvt")
 NAMESPACE_NAME = re.compile(r"namespace-([0-9a-f]{64})")
+SESSION_NAME = re.compile(r"session-([0-9a-f]{64})")
 WRITES_NAME = "writes"
 NEW_SUFFIX = ".new"
 _WRITES_NAMES = (WRITES_NAME, WRITES_NAME + NEW_SUFFIX)
@@ -21,6 +22,7 @@ class EntryKind(enum.Enum):
     LOCK = "lock"
     SEGMENT = "segment"
     NAMESPACE = "namespace"
+    SESSION = "session"
     WRITES = "count of bytes written"
     TEMPORARY = "folder of one process"
     STRANGER = "not kvtier's"
@@ -35,6 +37,8 @@ def entry_kind(name: str, mode: int) -> EntryKind:
             return EntryKind.SEGMENT
         if NAMESPACE_NAME.fullmatch(name):
             return EntryKind.NAMESPACE
+        if is_session(name):
+            return EntryKind.SESSION
         if name in _WRITES_NAMES:
             return EntryKind.WRITES
     if stat.S_ISDIR(mode) and _TEMPORARY_NAME.fullmatch(name):
@@ -44,7 +48,18 @@ def entry_kind(name: str, mode: int) -> EntryKind:
 
 def is_data(name: str) -> bool:
     """Whether a file of that name goes when a folder is emptied: all but the lock."""
-    return bool(SEGMENT_NAME.fullmatch(name) or NAMESPACE_NAME.fullmatch(name) or name in _WRITES_NAMES)
+    is_pattern = bool(SEGMENT_NAME.fullmatch(name) or NAMESPACE_NAME.fullmatch(name) or is_session(name))
+    return is_pattern or name in _WRITES_NAMES
+
+
+def is_session(name: str) -> bool:
+    """Whether a file of that name is a session, or one that is being written."""
+    return bool(SESSION_NAME.fullmatch(name.removesuffix(NEW_SUFFIX)))
+
+
+def session_name(key: bytes) -> str:
+    """The file of the session with that key of 32 bytes."""
+    return f"session-{key.hex()}"
 
 
 def namespace_name(namespace: bytes) -> str:

@@ -156,7 +156,7 @@ def find_folder(path: Path) -> Path:
     try:
         path = path.expanduser()
         kinds = _kinds(path)
-        if kinds & {EntryKind.SEGMENT, EntryKind.NAMESPACE}:
+        if kinds & {EntryKind.SEGMENT, EntryKind.NAMESPACE, EntryKind.SESSION}:
             return path
         inner = path / "kv"
         mode = os.lstat(inner).st_mode if os.path.lexists(inner) else 0

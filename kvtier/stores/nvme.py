@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -14,9 +16,10 @@ from kvtier.stores.base import Store
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.io_choice import MEASURED_FROM_BYTES, MEASURING_BYTES, IoChoice, choose_io, make_io
 from kvtier.stores.namespaces import Namespaces
-from kvtier.stores.nvme_layout import BOOKKEEPING_BYTES, RESERVE_FREE_FRAC, min_budget_bytes
+from kvtier.stores.nvme_layout import BOOKKEEPING_BYTES, RESERVE_FREE_FRAC, min_budget_bytes, sessions_room_bytes
 from kvtier.stores.nvme_open import held_back, open_space
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, io_error, no_space
+from kvtier.stores.session_files import SessionFiles
 from kvtier.stores.slot_format import Geometry, Payload
 from kvtier.stores.slot_headers import SlotHeaders
 from kvtier.stores.slot_index import FoundSlot, SlotIndex
@@ -31,6 +34,7 @@ from kvtier.wear import WriteMeter
 __all__ = ["NvmeStore", "min_budget_bytes"]
 
 _DAY_S = 86400.0
+_FIND_THREADS = 8
 
 
 class NvmeStore(Store):
@@ -52,6 +56,8 @@ class NvmeStore(Store):
     Attributes:
         io: what was chosen of `mmap` and `direct`, and why.
         writes: how much was written, and whether a move may write more.
+        sessions: records of conversations in the folder. One that is not `persistent` has no room for any: `load` finds
+            none, `save` raises StoreError.
     """
 
     def __init__(
@@ -127,6 +133,8 @@ class NvmeStore(Store):
             self._folder.count = self.writes.wrote
             self.io = self._choose_io(io, min(budget_bytes, limits.free_bytes(self.folder)))
             self._folder.io = self._io = make_io(self.io.mode, page_cache_bytes)
+            self.sessions = self._open_sessions(syncs)
+            limits = dataclasses.replace(limits, sessions_bytes=self._sessions_bytes())
             self._namespaces = Namespaces(self._folder, namespace_ttl_s)
             self._space = open_space(self._folder, self._geometry, limits, self._namespaces, self._index, sync=syncs)
         except BaseException as error:  # a Ctrl-C too: the lock is given back
@@ -142,6 +150,24 @@ class NvmeStore(Store):
             return WriteMeter(max_writes, move_bytes, FolderLedger(self._folder))
         self._folder.forget_writes()  # nobody goes on with the count, and it would be short
         return WriteMeter(max_writes, move_bytes)
+
+    def _open_sessions(self, syncs: bool) -> SessionFiles:
+        room_bytes = sessions_room_bytes(self.budget_bytes, self.shape) if self.persistent else 0
+        return SessionFiles(self._folder, room_bytes, sync=syncs, may_write=self.writes.allows)
+
+    def _sessions_bytes(self) -> int:
+        """What segments leave of the budget for sessions: their part, or more where there are more of an earlier one.
+
+        Raises BudgetError: those leave no room for a slot.
+        """
+        used_bytes = self.sessions.used_bytes()
+        least_bytes = min_budget_bytes(self.shape) + used_bytes
+        if used_bytes and self.budget_bytes < least_bytes:
+            raise BudgetError(
+                f"tiers.nvme.budget is {self.budget_bytes} bytes, its minimum is {least_bytes}: the sessions in "
+                f"{self.folder} take {used_bytes} of it. Raise it, delete sessions, or give another tiers.nvme.path"
+            )
+        return max(self.sessions.room_bytes, used_bytes)
 
     def _choose_io(self, wanted: IoMode, room_bytes: int) -> IoChoice:
         measures = wanted is IoMode.AUTO and room_bytes >= MEASURED_FROM_BYTES
@@ -206,6 +232,7 @@ class NvmeStore(Store):
         if self._closed:
             return
         self._closed = True
+        self.sessions.close()
         self._space.close()
         self.writes.close()
         self._index = SlotIndex()
@@ -235,6 +262,19 @@ class NvmeStore(Store):
             return None
         return slot
 
+    def find_all(self, labels: Sequence[SlotLabel]) -> list[Slot | None]:
+        """As `find` for each, headers read by several threads: of a session's blocks, say.
+
+        Cost: 0.4 ms a hit on a cold disk where `find` takes 1 to 1.4 ms each. Raises: ClosedError.
+        """
+        self._check_open()
+        if not self.persistent or not labels:
+            return [None] * len(labels)
+        for namespace in {label.namespace for label in labels}:
+            self._namespaces.touch(namespace)  # here: its bookkeeping is one thread's
+        with ThreadPoolExecutor(min(_FIND_THREADS, len(labels)), thread_name_prefix="kvtier-find") as pool:
+            return list(pool.map(self.find, labels))
+
     def found(self) -> Mapping[int, FoundSlot]:
         """What the open found and nobody has overwritten or forgotten since, by slot; O(slots). Raises ClosedError."""
         self._check_open()
@@ -262,6 +302,30 @@ class NvmeStore(Store):
             self._headers.take_back(slot, segment, start, at_once=True)
         except OSError as error:
             raise io_error(error, f"forgetting slot {slot}", segment.path) from error
+
+    def erase(self, slot: Slot) -> None:
+        """As `forget`, and none of the slot's bytes is left in the file: nothing is readable, in any process.
+
+        The slot can be written again. Files get no larger; with compression they get smaller. What lies on the medium
+        under a file that no longer shows it is the file system's and the disk's matter. A kill in the middle leaves a
+        slot that nobody finds.
+
+        Cost: one call where the file system can (ext4, xfs, btrfs), else a write of a slot.
+
+        Raises: StoreError: some of the bytes may still be there; it cannot be read here, and unless the header could
+            not be taken back no later process finds it.
+        """
+        self._check_open()
+        self.check_slot(slot)
+        self._index.begin(slot)
+        try:
+            if self._index.is_on_disk(slot):
+                self._headers.take_back(slot, *self._space.locate(slot), at_once=True)
+            self._space.erase(slot)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise io_error(error, f"erasing slot {slot}", self._space.path_of(slot)) from error
 
     def held_back(self) -> list[Slot]:
         """The slots to hand out last, in this order: what they hold, or would cost, may still be of use.

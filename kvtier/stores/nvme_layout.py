@@ -8,6 +8,8 @@ from kvtier.types import BlockShape
 
 RESERVE_FREE_FRAC = 0.05  # of the disk, which always stays free
 FOLDER_BYTES = 64 << 10  # the folder, which grows with its entries, and its lock file
+SESSION_ENTRY_BYTES = 512  # what a name of 68 characters and its `.new` may make the folder grow by, doubled
+_SESSIONS_FRAC, _SMALL_SESSIONS_FRAC, _SMALL_SESSIONS_BYTES = 64, 16, 64 << 10
 BOOKKEEPING_BYTES = 3 * PAGE_BYTES
 """Written beside a slot at most: an old header that is taken back, a new segment's superblock, and one to spare."""
 _EXTENTS_PER_INDEX_BLOCK = 300  # ext4 keeps 340 in 4 KiB; at worst each slot of a half-written segment is an extent
@@ -22,6 +24,16 @@ def slot_bytes(shape: BlockShape) -> int:
 def min_budget_bytes(shape: BlockShape) -> int:
     """The smallest budget that an NvmeStore of this shape takes: one slot, and what the file system needs for it."""
     return FOLDER_BYTES + segment_budget_bytes(1, slot_bytes(shape))
+
+
+def sessions_room_bytes(budget_bytes: int, shape: BlockShape) -> int:
+    """The part of a budget that is kept for files of sessions, in whole pages.
+
+    A 64th; of a small one a 16th, up to 64 KiB; never so much that no slot has room. A token takes 4 bytes there and
+    tens of thousands in a block: what limits the number of sessions is that each has a page.
+    """
+    wanted_bytes = max(budget_bytes // _SESSIONS_FRAC, min(_SMALL_SESSIONS_BYTES, budget_bytes // _SMALL_SESSIONS_FRAC))
+    return min(wanted_bytes, budget_bytes - min_budget_bytes(shape)) // PAGE_BYTES * PAGE_BYTES
 
 
 def segment_bytes(num_slots: int, slot_bytes: int) -> int:

@@ -7,7 +7,7 @@ import logging
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.namespaces import Age, Namespaces
-from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes, sparse_overhead_bytes
+from kvtier.stores.nvme_layout import segment_budget_bytes, segment_bytes, sparse_overhead_bytes
 from kvtier.stores.nvme_space import SegmentSpace
 from kvtier.stores.nvme_sparse import Pages, SparseSpace, give_back_holes, sparse_pages
 from kvtier.stores.other_files import FoundFiles, OtherFile
@@ -102,7 +102,7 @@ def _remove_beyond_budget(
         # As it will be once its holes are allocated and each of its slots is an extent.
         return max(segment_budget_bytes(each.num_slots, geometry.slot_bytes), each.file.allocated_bytes)
 
-    left_bytes = limits.budget_bytes - FOLDER_BYTES - sum(num_bytes(each) for _, each in files)
+    left_bytes = limits.budget_bytes - limits.kept_bytes - sum(num_bytes(each) for _, each in files)
     # Of one age the last name first: the files are by name, and a sort keeps the order among equals.
     for age, each in sorted(reversed(files), key=lambda file: file[0]):
         if left_bytes >= 0:

@@ -12,7 +12,7 @@ from kvtier.errors import ClosedError, IntegrityError, NoSpaceError
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.namespaces import Age
-from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, segment_bytes
+from kvtier.stores.nvme_layout import segment_budget_bytes, segment_bytes
 from kvtier.stores.other_files import FoundFiles, OtherFiles
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, io_error, no_space
 from kvtier.stores.slot_format import Geometry
@@ -87,6 +87,20 @@ class SegmentSpace:
         """
         return self.locate_for_write(slot)
 
+    def erase(self, slot: Slot) -> None:
+        """Leave nothing of what is in a slot, and on the medium where files reach it. Nothing without backing. OSError.
+
+        The slot keeps its room; a sparse one has none until it is written again.
+        """
+        if slot < self._made_slots():
+            segment, start = self.locate(slot)
+            self._erase(slot, segment, start)
+            if self._sync:
+                segment.sync()
+
+    def _erase(self, slot: Slot, segment: Segment, start: int) -> None:
+        segment.erase(start, self._geometry.slot_bytes)
+
     def backed_slots(self) -> int:
         """How many slots, from 0, have backing."""
         return self._made_slots()
@@ -111,7 +125,7 @@ class SegmentSpace:
 
     def slots_for_others(self) -> Iterator[tuple[Age, range]]:
         """The slots that come to be only once a file of others is given up, with that file's age."""
-        room_bytes = self._limits.budget_bytes - FOLDER_BYTES - self.others.num_bytes
+        room_bytes = self._limits.budget_bytes - self._limits.kept_bytes - self.others.num_bytes
         going = iter(self.others)
         age: Age | None = None
         for index, num_slots in enumerate(self._planned):
@@ -223,8 +237,9 @@ class SegmentSpace:
         return min(planned, (self._headroom_bytes() - PAGE_BYTES) // self._geometry.slot_bytes)
 
     def _bytes_with(self, segment: Segment, num_slots: int) -> int:
-        """What the folder takes with a segment that was just made."""
-        return self.used_bytes() + segment.allocated_bytes()
+        """What the folder comes to take with a segment that was just made, and with all sessions that may come."""
+        unused_bytes = max(0, self._limits.sessions_bytes - self._folder.sessions_bytes())
+        return self.used_bytes() + unused_bytes + segment.allocated_bytes()
 
     def _new_name(self) -> str:
         taken = {segment.path.name for segment in self.segments} | {other.name for other in self.others}
@@ -242,7 +257,7 @@ class SegmentSpace:
         """What all files may come to take, as the budget counts them."""
         made = zip(self._planned, self.segments, strict=False)
         ours_bytes = sum(self._planned_bytes(num_slots, segment) for num_slots, segment in made)
-        return FOLDER_BYTES + ours_bytes + self.others.num_bytes
+        return self._limits.kept_bytes + ours_bytes + self.others.num_bytes
 
     def _headroom_bytes(self) -> int:
         return self._limits.free_bytes(self._folder.path)

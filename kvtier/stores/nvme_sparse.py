@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvtier.errors import ClosedError, IntegrityError, NoSpaceError
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
-from kvtier.stores.nvme_layout import FOLDER_BYTES, segment_budget_bytes, sparse_overhead_bytes
+from kvtier.stores.nvme_layout import segment_budget_bytes, sparse_overhead_bytes
 from kvtier.stores.nvme_space import SegmentSpace
 from kvtier.stores.other_files import FoundFiles
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, io_error, no_space
@@ -134,6 +134,16 @@ class SparseSpace(SegmentSpace):
             pages.set(local, wanted)
             pages.measured(allocated_bytes)
 
+    def _erase(self, slot: Slot, segment: Segment, start: int) -> None:
+        index, local = self._place(slot)
+        with self._lock:
+            self._num_changing += 1
+        try:
+            self._shrink(segment, start, self._pages[index], local, 0)
+        finally:
+            with self._lock:
+                self._num_changing -= 1
+
     def _has_room(self, more_bytes: int) -> bool:
         self._give_up_others(more_bytes, more_bytes)
         fits_budget = self._taken_bytes() + more_bytes <= self._limits.budget_bytes
@@ -200,7 +210,7 @@ class SparseSpace(SegmentSpace):
 
     def _taken_bytes(self) -> int:
         ours_bytes = sum(pages.budget_bytes for pages in self._pages)
-        return FOLDER_BYTES + ours_bytes + self.others.num_bytes
+        return self._limits.kept_bytes + ours_bytes + self.others.num_bytes
 
     def ceiling_bytes(self) -> int:
         """What `used_bytes` can reach now: the budget, or less where the disk has no room."""

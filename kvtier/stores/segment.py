@@ -18,7 +18,8 @@ from kvtier.stores.file_io import PAGE_BYTES, FileIo, OpenFile
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # Linux's falloc.h
+_KEEP_SIZE, _PUNCH_HOLE, _ZERO_RANGE = 1, 2, 16  # Linux's falloc.h
+_ZEROS_BYTES = 1 << 20  # written at a time
 
 
 @functools.cache
@@ -31,10 +32,14 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 def punch_hole(fd: int, offset_bytes: int, num_bytes: int) -> None:
     """Give the file system these whole pages back; they read as zeros. Raises OSError: EOPNOTSUPP without holes."""
+    _change(fd, _PUNCH_HOLE, offset_bytes, num_bytes)
+
+
+def _change(fd: int, mode: int, offset_bytes: int, num_bytes: int) -> None:
     fallocate = _fallocate()
     if fallocate is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    while fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset_bytes, num_bytes):
+    while fallocate(fd, mode | _KEEP_SIZE, offset_bytes, num_bytes):
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
@@ -79,6 +84,18 @@ class Segment:
     def punch(self, offset_bytes: int, num_bytes: int) -> None:
         """Give whole pages of a sparse file back; they read as zeros. Raises OSError. Waits for writes to them."""
         punch_hole(self._file.fd, offset_bytes, num_bytes)
+
+    def erase(self, offset_bytes: int, num_bytes: int) -> None:
+        """Make whole pages zero that stay allocated. Raises OSError; some may be zero then. Waits for writes to them.
+
+        Where the file system can, it only notes that nothing is in them, and nothing is written; else zeros are.
+        """
+        try:
+            _change(self._file.fd, _ZERO_RANGE, offset_bytes, num_bytes)
+        except OSError:  # not known there (tmpfs), or no room for the note
+            zeros = np.zeros(min(num_bytes, _ZEROS_BYTES), np.uint8)
+            for at in range(0, num_bytes, _ZEROS_BYTES):
+                self.write(offset_bytes + at, zeros[: num_bytes - at])
 
     def sync(self) -> None:
         """Wait until all that was written is on the medium. Raises OSError."""

@@ -34,6 +34,13 @@ class SpaceLimits:
     segment_bytes_max: int
     reserve_free_frac: float
     payload_frac: float = 1.0
+    sessions_bytes: int = 0
+    """Of the budget, kept for files of sessions, whether or not there are any."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """What segments leave of the budget: for the folder and what is in it beside them."""
+        return FOLDER_BYTES + self.sessions_bytes
 
     @property
     def is_sparse(self) -> bool:
@@ -53,5 +60,5 @@ class SpaceLimits:
         """The slots of each segment that the budget has room for beside `taken_bytes` of others."""
         each_bytes = min(self.segment_bytes_max, self.budget_bytes // _SMALLEST_FRACTION)
         slots_per_segment = max(1, each_bytes // geometry.slot_bytes)
-        room_bytes = self.budget_bytes - FOLDER_BYTES - taken_bytes
+        room_bytes = self.budget_bytes - self.kept_bytes - taken_bytes
         return slots_of_segments(room_bytes, self.expected_slot_bytes(geometry), slots_per_segment)
