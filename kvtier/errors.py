@@ -16,6 +16,7 @@
     |   |-- ChecksumError      bytes read back differ from bytes written
     |   |-- ShortReadError     fewer bytes came back than were asked for
     |   `-- NoSpaceError       the tier's medium is full; carries `available_slots`
+    |-- ArchiveError           an exported session cannot be written, or is not one       (also an OSError)
     |-- TransferTimeoutError   a copy within memory passed its deadline             (also a TimeoutError)
     `-- IntegrityError         an internal invariant does not hold: a bug in kvtier
 
@@ -109,6 +110,14 @@ class NoSpaceError(StoreError):
         super().__init__(message)
         self.available_slots = available_slots
         self.retires_slot = retires_slot
+
+
+class ArchiveError(KVTierError, OSError):
+    """An exported session cannot be written or read, or is damaged, cut off, or no exported session at all.
+
+    Of writing: nothing was written, and a file that was there still is. Of reading: what was yielded before is right.
+    `errno` is the system's where it was the system that failed, else None.
+    """
 
 
 class TransferTimeoutError(KVTierError, TimeoutError):

@@ -20,6 +20,7 @@ from torch import nn
 from kvtier import TieredKV, errors
 from kvtier.config import load_config
 from kvtier.errors import KVTierError
+from kvtier.session_archive import ArchiveReader
 from kvtier.slots import SlotPool
 from kvtier.stores.nvme import NvmeStore
 from kvtier.testing.stores import random_block, read
@@ -136,6 +137,11 @@ def full(bench: Bench) -> None:
     bench.store()
 
 
+def foreign(bench: Bench) -> None:
+    (bench.folder / "alice.kvsession").write_text("not one of ours, but as long as one\n")
+    ArchiveReader(bench.folder / "alice.kvsession").open()
+
+
 def hanging(bench: Bench) -> None:
     house = build(gpu=2)
     batch = house.manager.new_batch()
@@ -166,6 +172,7 @@ PROVOKED: dict[type[KVTierError], Callable[[Bench], object]] = {
     errors.ChecksumError: flipped,
     errors.ShortReadError: short,
     errors.NoSpaceError: full,
+    errors.ArchiveError: foreign,
     errors.TransferTimeoutError: hanging,
     errors.IntegrityError: lambda bench: SlotPool(4).give_back(Slot(3)),
 }
