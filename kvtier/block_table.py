@@ -94,6 +94,15 @@ class BlockTable:
         """The partly filled last block, if there is one."""
         return self.blocks[-1] if self.tail_tokens else None
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether all positions count from 0, and there is no padding."""
+        return not self.padding and self._positions == array("i", range(self.num_tokens))
+
+    def ids(self) -> array[int]:
+        """As `token_ids`, 4 bytes each."""
+        return self._ids[:] if self.source is TokenSource.IDS else array("i")
+
     def token_ids(self) -> list[int]:
         """The committed token ids, oldest first, without padding. Empty if any token was fed as an embedding."""
         return list(self._ids) if self.source is TokenSource.IDS else []

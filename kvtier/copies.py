@@ -31,8 +31,12 @@ class Copies:
         self.forget_slot: Callable[[Slot], None] | None = None
         """Sees to it that no process finds again what lies in an nvme slot; None where nothing is found there."""
         self._labelled: set[BlockId] = set()
+        self.reserved: set[Slot] = set()
+        """Slots of the nvme tier that are handed out to nobody, for the sake of what lies in them."""
         self.kept: dict[BlockId, None] = {}
         """Blocks whose copy in files is worth more than its slot while there is other room, oldest first."""
+        self.pinned: set[BlockId] = set()
+        """Blocks of pinned sessions: they are never given up, nor is their copy in files."""
         self.running_blocks: set[BlockId] = set()
         self.unreadable: set[BlockId] = set()
         """Blocks of which no copy can be read: a promotion failed to, or all were dropped to make room. Reading them
@@ -122,8 +126,7 @@ class Copies:
 
     def adopt(self, sequence: SequenceId, index: int, sealed: Sealed, slot: Slot) -> BlockId | None:
         """A cached block from an nvme slot that was found to hold it; None if the slot is not to be had."""
-        pool = self.pools[Tier.NVME]
-        if self.is_held(Tier.NVME, slot) or not pool.claim(slot):
+        if not self._claim(slot):
             return None
         block = self.residency.create(sequence, index)
         record = self.residency[block]
@@ -134,9 +137,37 @@ class Copies:
         self.release(block)  # by whoever made it: the index holds it
         return block
 
+    def _claim(self, slot: Slot) -> bool:
+        if slot in self.reserved:
+            self.reserved.discard(slot)
+            return True
+        return not self.is_held(Tier.NVME, slot) and self.pools[Tier.NVME].claim(slot)
+
+    def reserve(self, slot: Slot) -> None:
+        """Nobody is handed this nvme slot, until its block is adopted or the slot is `free_reserved`. Nothing is done
+        where a block lies in it."""
+        if slot not in self.reserved and self._claim(slot):
+            self.reserved.add(slot)
+
+    def free_reserved(self, slot: Slot) -> None:
+        """Take `reserve` back."""
+        if slot in self.reserved:
+            self.reserved.discard(slot)
+            self.pools[Tier.NVME].give_back(slot)
+
+    def erase(self, slot: Slot, erase: Callable[[Slot], None]) -> bool:
+        """Have an nvme slot emptied that no block is in; whether it was had. Raises what `erase` does."""
+        if not self._claim(slot):
+            return False
+        try:
+            erase(slot)
+        finally:
+            self.pools[Tier.NVME].give_back(slot)
+        return True
+
     def adopt_tail(self, sequence: SequenceId, index: int, slot: Slot) -> BlockId | None:
         """A tail from an nvme slot that was found to hold it, held once; None if the slot is not to be had."""
-        if self.is_held(Tier.NVME, slot) or not self.pools[Tier.NVME].claim(slot):
+        if not self._claim(slot):
             return None
         block = self.residency.create(sequence, index)
         self.add_copy(block, Tier.NVME, slot)
@@ -158,6 +189,7 @@ class Copies:
         for tier in list(self.residency[block].copies):
             self.drop_copy(block, tier)
         self.unreadable.discard(block)
+        self.pinned.discard(block)
         self.residency.delete(block)
 
     def is_held(self, tier: Tier, slot: Slot) -> bool:

@@ -5,6 +5,7 @@ Works on ids; touches no tensor. One thread at a time.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -47,11 +48,14 @@ class Keeper:
             if record is not None and record.move is None and not self._start(block, record.sealed):
                 return
 
-    def keep(self, blocks: Sequence[BlockId], tails: Mapping[BlockId, Sealed | None]) -> int:
+    def keep(
+        self, blocks: Sequence[BlockId], tails: Mapping[BlockId, Sealed | None], *, makes_room: bool = True
+    ) -> int:
         """See to it that these blocks are kept, and wait; how many of them are, counted from the first on.
 
         Args:
             tails: what those of them are labelled with that are not full.
+            makes_room: whether cached blocks are given up for them.
 
         A block that cannot be written now (no room, a limit, a disk that fails or hangs) ends it, as does one that has
         no label. Raises TransferTimeoutError: as `Mover.wait`.
@@ -70,7 +74,7 @@ class Keeper:
             if not placement.is_labelled(block):
                 if not placement.takes(Tier.NVME):
                     break
-                if not self._start(block, tails.get(block, record.sealed)):
+                if not self._start(block, tails.get(block, record.sealed), makes_room):
                     break
             todo.popleft()
         while self._writing(blocks):
@@ -79,11 +83,27 @@ class Keeper:
         placement.hold_kept(blocks[:num_kept])
         return num_kept
 
+    def keep_cached(self, timeout_s: float) -> None:
+        """Keep what is in the prefix index, the newest first, each prefix from its beginning, while there is room.
+
+        Ends after about that time.
+        """
+        placement = self._placement
+        if not self.is_on:
+            return
+        deadline_s = time.monotonic() + timeout_s
+        for block in reversed(placement.prefixes.blocks()):
+            if block not in placement.prefixes or placement.is_labelled(block):
+                continue
+            chain = placement.prefixes.chain(block)
+            if time.monotonic() > deadline_s or self.keep(chain, {}, makes_room=False) < len(chain):
+                return
+
     def _writing(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         moves = [(block, self._placement.residency[block].move) for block in blocks]
         return [block for block, move in moves if move is not None and move.dest is Tier.NVME]
 
-    def _start(self, block: BlockId, sealed: Sealed | None) -> bool:
+    def _start(self, block: BlockId, sealed: Sealed | None, makes_room: bool = True) -> bool:
         """Start writing a block under its label; whether it was."""
         placement = self._placement
         record = placement.residency[block]
@@ -95,14 +115,14 @@ class Keeper:
                 return False
             placement.drop_copy(block, Tier.NVME)
         source = record.fastest
-        slot = None if source is None else self._slot()
+        slot = None if source is None else self._slot(makes_room)
         if source is None or slot is None:
             return False
         placement.start(block, MovePurpose.WRITE_BEHIND, source, Tier.NVME, slot, sealed)
         return True
 
-    def _slot(self) -> Slot | None:
+    def _slot(self, makes_room: bool) -> Slot | None:
         placement, pool = self._placement, self._placement.pools[Tier.NVME]
-        if not pool.num_free and not placement.give_up(Tier.NVME, 1, early=True):
+        if makes_room and not pool.num_free and not placement.give_up(Tier.NVME, 1, early=True):
             placement.evict_cached(Tier.NVME, 1)
         return pool.take()

@@ -193,6 +193,12 @@ class Labels:
             self._verify(origin)
         return sealed.label if sealed.number < origin.num_proven else None
 
+    def prove(self) -> None:
+        """Hash the model now, whatever that costs, so that what was sealed with it so far can be labelled."""
+        current = [origin for origin in self._origins.values() if not origin.is_stale]
+        if self.outlives and any(origin.num_proven < self._num_sealed for origin in current):
+            self._verify(current[-1])
+
     def _may_hash(self) -> bool:
         return self._spent_s <= self.BURST_S + self.MAX_TIME_FRAC * (self._clock_s() - self._started_s)
 

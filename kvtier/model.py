@@ -33,7 +33,7 @@ from kvtier.hf import (
     transformers_model,
 )
 from kvtier.runtime import Runtime
-from kvtier.session import Session, Sessions
+from kvtier.session import Session, SessionInfo, Sessions, seconds
 from kvtier.stats import stats
 
 _WRAPPED = ("forward", "generate")
@@ -79,7 +79,7 @@ class TieredKV:
         # Instance attributes hide the class's methods; those that are there already (device hooks) come back on close.
         own = {name: vars(model)[name] for name in _WRAPPED if name in vars(model)}
         self._keyword = cache_keyword(model.forward)
-        self._sessions = Sessions(self.model, functools.partial(_new_cache, self._runtime))
+        self._sessions = Sessions(self.model, self._runtime, functools.partial(_new_cache, self._runtime, None))
         generate = wrap_generate(model.generate, self._runtime, self._keyword)
         model.forward, model.generate = wrap_forward(model.forward, self._runtime), generate
         # Also when the wrapper is dropped without close, and at interpreter exit: threads stop, files go.
@@ -98,13 +98,25 @@ class TieredKV:
         self._runtime.check_open()
         return _new_cache(self._runtime, batch_size, _salt(salt))
 
-    def session(self, name: str) -> Session:
+    def session(self, name: str, *, salt: str | bytes = b"", ttl: str | float | None = None) -> Session:
         """The conversation of that name: `generate` on it takes the whole transcript and computes only what differs.
 
-        The wrapper keeps it, with the KV on its tiers, until `delete`.
+        The wrapper keeps it, with the KV on its tiers, until `delete`. With `tiers.nvme.path` it is also written there
+        after each turn, and a later process goes on with it.
+
+        Args:
+            name: any printable text.
+            salt: whose it is. Names of other salts are other conversations.
+            ttl: delete it when nobody has used it for so long: `7d`, `90min`, seconds. None: as it is, at first never.
         """
         self._runtime.check_open()
-        return self._sessions.open(name)
+        key = self._sessions.open(name, _salt(salt), None if ttl is None else seconds(ttl))
+        return Session(name, key, self._sessions)
+
+    def sessions(self, *, salt: str | bytes = b"") -> list[SessionInfo]:
+        """The conversations under a salt, those of earlier processes too, last used first."""
+        self._runtime.check_open()
+        return self._sessions.list(_salt(salt))
 
     def generate(self, *args: Any, salt: str | bytes = b"", **kwargs: Any) -> Any:
         """`model.generate` with the KV on tiers: every argument that it takes.

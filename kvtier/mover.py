@@ -283,6 +283,10 @@ class Mover(TierUse):
                 raise IntegrityError(f"{move.dest.label} slot {move.dest_slot} is both owned and a destination")
             used[move.dest].add(move.dest_slot)
         self.hung.claim(used)
+        if self.reserved:
+            if self.reserved & used[Tier.NVME]:
+                raise IntegrityError("a slot of the nvme tier is reserved, and a block lies in it")
+            used[Tier.NVME] |= self.reserved
         for tier, pool in self.pools.items():
             pool.check_integrity()
             if pool.num_used != len(used[tier]):

@@ -52,14 +52,14 @@ class _Droppable(Container[BlockId]):
     """Idle blocks on a tier that may lose every copy: they can be computed again."""
 
     def __init__(self, placement: Placement, tier: Tier, recomputable: Container[BlockId]) -> None:
-        self._residency, self._recomputable = placement.residency, recomputable
+        self._residency, self._recomputable, self._pinned = placement.residency, recomputable, placement.pinned
         self._idle = _Evictable(placement, tier, running=False)
 
     def __contains__(self, block: object) -> bool:
         if block not in self._idle:
             return False
         pins = self._residency[block].pins  # type: ignore[index]  # it is in `_idle`, so it is a block
-        return not any(pins.values()) and block in self._recomputable
+        return not any(pins.values()) and block in self._recomputable and block not in self._pinned
 
 
 class _CachedLeaf(Container[BlockId]):
@@ -71,7 +71,7 @@ class _CachedLeaf(Container[BlockId]):
 
     def __contains__(self, block: object) -> bool:
         placement = self._placement
-        if block not in placement.prefixes or block not in self._idle:
+        if block not in placement.prefixes or block not in self._idle or block in placement.pinned:
             return False
         record = placement.residency[block]  # type: ignore[index]  # it is in the index, so it is a block
         return record.holders == 1 and not any(record.pins.values()) and placement.prefixes.is_leaf(block)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ class Placement(Mover):
         done = 0
         for block in list(self.kept):
             record = self.residency[block]
-            is_free = record.move is None and not record.pins[Tier.NVME] and record.is_redundant(Tier.NVME)
+            is_free = record.move is None and record.is_redundant(Tier.NVME) and block not in self.pinned
             if done < num_blocks and is_free and not self.is_held(Tier.NVME, record.copies[Tier.NVME]):
                 self.drop_copy(block, Tier.NVME)
                 done += 1

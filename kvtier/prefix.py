@@ -123,6 +123,16 @@ class PrefixIndex:
         identity = self._identities.get(block)
         return None if identity is None else self._entries[identity].sealed
 
+    def chain(self, block: BlockId) -> list[BlockId]:
+        """The block and those before it as far as they are in the index, first to last. O(chain)."""
+        found: list[BlockId] = []
+        identity = self._identities.get(block)
+        while identity is not None and identity in self._entries:
+            entry = self._entries[identity]
+            found.append(entry.block)
+            identity = entry.sealed.parent
+        return found[::-1]
+
     def is_leaf(self, block: BlockId) -> bool:
         """Whether no other block in the index continues this one: without it nothing else becomes unreachable."""
         identity = self._identities.get(block)

@@ -96,5 +96,7 @@ def reuse(cache: TieredCache, prompts: Sequence[Prompt], num_copies: int = 1) ->
         length = min(most, *(begin.padding + len(begin.token_ids) for begin in begins))
         if any(begin.padding < length for begin in begins):
             runtime.manager.attach(batch, begins, length)
+            for block in dict.fromkeys(block for table in batch.tables for block in table.blocks):
+                runtime.manager.upkeep.keeper.want(block)  # what is used twice is worth a write
         for number, (prompt, match) in enumerate(zip(prompts, matches, strict=True)):
             finder.count(prompt.token_ids, match, batch.tables[number * num_copies])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from kvtier.config import KVTierConfig
-from kvtier.errors import BudgetError, ClosedError, StoreError
+from kvtier.errors import BudgetError, ClosedError, KVTierError, StoreError
 from kvtier.executor import StepExecutor, StepLimits
 from kvtier.labels import Labels, Source
 from kvtier.log import logger
@@ -239,9 +239,20 @@ class Runtime:
         with self.turn:
             if self.closed:
                 return
+            self._keep_cached()
             self.closed = True
             self.placement.droppable = None  # or both would wait for the collector
             self._close_all(self.config.io_timeout_s)
+
+    def _keep_cached(self) -> None:
+        """What was computed is to be found by the next process, as far as there is room for it."""
+        try:
+            self.manager.poll()
+            if self.shares and self.labels is not None and len(self.placement.prefixes):
+                self.labels.prove()
+                self.manager.upkeep.keeper.keep_cached(self.config.io_timeout_s)
+        except KVTierError as error:  # closing goes on
+            logger.warning("not all that was computed is kept for the next process: %s", error)
 
     def leave(self) -> None:
         """`close` at the interpreter's end, without waiting long for a step or for what hangs.

@@ -2,78 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from kvtier.errors import ClosedError, SessionExistsError, UnsupportedError
-from kvtier.generate import Generation
+from kvtier.duration import Duration
+from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.hf import CACHE_NAMES, TieredCache, check_one_adapter
+from kvtier.reuse import PLAIN_TENSORS
+from kvtier.session_registry import SessionInfo, Sessions
 
-# Tensors that do not change the KV of the transcript.
-_TENSORS = ("attention_mask", "negative_prompt_ids", "negative_prompt_attention_mask")
-
-
-class Sessions:
-    """The conversations of one wrapper, by name."""
-
-    def __init__(self, model: Any, new_cache: Callable[[], TieredCache]) -> None:
-        self._model, self._new_cache = model, new_cache
-        self._caches: dict[str, TieredCache] = {}
-
-    def open(self, name: str) -> Session:
-        """The session of that name, a new one if there is none."""
-        _check_name(name)
-        if name not in self._caches:
-            self._caches.setdefault(name, self._new_cache())  # another thread may have been first
-        return Session(name, self)
-
-    def cache(self, name: str) -> TieredCache:
-        """Its cache. Raises ClosedError when it was deleted."""
-        found = self._caches.get(name)
-        if found is None:
-            raise ClosedError(f"session {name!r} was deleted: tiered.session({name!r}) makes a new one")
-        return found
-
-    def fork(self, name: str, new_name: str) -> Session:
-        """A session that shares every block by count. Raises SessionExistsError, with nothing changed."""
-        _check_name(new_name)
-        twin = self.cache(name).fork()
-        if self._caches.setdefault(new_name, twin) is not twin:
-            raise SessionExistsError(
-                f"fork: there is a session {new_name!r} already: delete() it first, or use another name"
-            )
-        return Session(new_name, self)
-
-    def delete(self, name: str) -> None:
-        """Free its blocks. Idempotent. Raises UnsupportedError inside a step of it."""
-        cache = self._caches.get(name)
-        if cache is not None:
-            cache.reset()
-            self._caches.pop(name, None)
-
-    def generate(self, name: str, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        """See `Session.generate`."""
-        cache = self.cache(name)
-        state = cache.state
-        use = state.enter()  # before anything is cropped: another thread may be generating on this session
-        try:
-            num_copies = Generation(self._model, kwargs).num_copies
-            _keep_one_row(cache, input_ids[0].tolist())  # a call that was interrupted twice may have left more
-            _go_back(cache, input_ids[0].tolist())
-            if num_copies > 1:
-                cache.batch_repeat_interleave(num_copies)
-            out = self._model.generate(input_ids, cache=cache, **kwargs)
-            sequences = out if isinstance(out, torch.Tensor) else out.sequences
-            _keep_one_row(cache, sequences[0].tolist())
-            return out
-        except BaseException:  # a Ctrl-C too: a session has one row
-            _keep_one_row(cache, input_ids[0].tolist())
-            raise
-        finally:
-            state.leave(use)
+__all__ = ["Session", "SessionInfo", "Sessions", "seconds"]
 
 
 class Session:
@@ -82,20 +23,23 @@ class Session:
     Ids only: it never sees text, so nothing is tokenised again behind the caller's back. Leaving a `with` closes it.
     """
 
-    def __init__(self, name: str, sessions: Sessions) -> None:
+    def __init__(self, name: str, key: bytes, sessions: Sessions) -> None:
         self.name = name
-        self._sessions = sessions
+        self._key, self._sessions = key, sessions
         self._closed = False
 
     @property
     def cache(self) -> TieredCache:
         """The conversation's cache, of one row. Raises ClosedError after `close` or `delete`."""
+        self._check_open()
+        return self._sessions.cache(self._key, self.name)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(
                 f"this handle of session {self.name!r} was closed or deleted: tiered.session({self.name!r}) opens it, "
                 "or a new one"
             )
-        return self._sessions.cache(self.name)
 
     @property
     def token_ids(self) -> list[int]:
@@ -130,7 +74,9 @@ class Session:
                 raise UnsupportedError(
                     f"session.generate({name}=…): a session has its own cache, and takes input_ids only"
                 )
-        others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TENSORS]
+        others = [
+            name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in PLAIN_TENSORS
+        ]
         if others:
             raise UnsupportedError(
                 f"session.generate({others[0]}=…): a session compares token ids alone, and could serve what was "
@@ -139,7 +85,9 @@ class Session:
         mask = kwargs.pop("attention_mask", None)
         if mask is not None and (tuple(mask.shape) != tuple(input_ids.shape) or not bool((mask != 0).all())):
             raise UnsupportedError("session.generate: padding is of no use in one row: pass the transcript without it")
-        return self._sessions.generate(self.name, input_ids, kwargs | {"attention_mask": torch.ones_like(input_ids)})
+        return self._sessions.generate(
+            self._key, self.name, input_ids, kwargs | {"attention_mask": torch.ones_like(input_ids)}
+        )
 
     def fork(self, name: str) -> Session:
         """A session of its own with the same tokens, whose blocks are shared until either side changes them.
@@ -148,15 +96,45 @@ class Session:
             SessionExistsError: there is one of that name; nothing changed.
         """
         self.cache.state.check_between_steps("session.fork")
-        return self._sessions.fork(self.name, name)
+        return Session(name, self._sessions.fork(self._key, self.name, name), self._sessions)
+
+    @property
+    def info(self) -> SessionInfo:
+        """Tokens, bytes per tier, times: as `tiered.sessions()` has it. Raises ClosedError as `cache`."""
+        self._check_open()
+        return self._sessions.info(self._key, self.name)
+
+    def pin(self) -> None:
+        """Keep the conversation whatever its time to live, and its blocks whoever else wants the room.
+
+        Raises StoreError: that could not be noted in the nvme folder; nothing changed.
+        """
+        self._check_open()
+        self._sessions.change(self._key, self.name, pinned=True)
+
+    def unpin(self) -> None:
+        """Take `pin` back. Raises StoreError as `pin`."""
+        self._check_open()
+        self._sessions.change(self._key, self.name, pinned=False)
+
+    def set_ttl(self, ttl: str | float | None) -> None:
+        """Delete the conversation when nobody has used it for so long: `7d`, `90min`, seconds; None: never.
+
+        Raises UnsupportedError: no such time. StoreError as `pin`.
+        """
+        self._check_open()
+        self._sessions.change(self._key, self.name, ttl_s=math.inf if ttl is None else seconds(ttl))
 
     def close(self) -> None:
         """Let go of this handle. The conversation stays: `tiered.session(name)` goes on with it. Idempotent."""
         self._closed = True
 
     def delete(self) -> None:
-        """Forget the conversation and free its blocks. Idempotent."""
-        self._sessions.delete(self.name)
+        """Forget the conversation: its blocks are free on every tier, and erased in files, unless others share them.
+
+        Idempotent. Raises StoreError: some of it is still in the nvme folder; `delete` again tries again.
+        """
+        self._sessions.delete(self._key)
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -171,36 +149,9 @@ class Session:
         return f"Session({self.name!r}{', closed' if self._closed else ''})"
 
 
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise UnsupportedError(f"a session's name is any printable text, not {name!r:.60}")
-
-
-def _go_back(cache: TieredCache, ids: list[int]) -> None:
-    """Keep the longest common prefix with `ids`, but never all of `ids`: the last one's logits are wanted."""
-    table = cache.state.batch.tables[0]
-    held = table.num_tokens
-    different = table.first_difference(ids)
-    common = min(held, len(ids) - 1) if different is None else min(different, len(ids) - 1)
-    if not cache.state.has_current_weights() or len(cache.token_ids) != held:
-        common = 0  # an old model's, or fed as embeddings
-    if common == held:
-        return
+def seconds(ttl: str | float) -> float:
+    """A time to live in seconds. Raises UnsupportedError."""
     try:
-        if common:
-            cache.crop(common - held)
-        else:
-            cache.reset()
-    except UnsupportedError:  # a window or a linear layer has forgotten what it would go back to
-        cache.reset()
-
-
-def _keep_one_row(cache: TieredCache, ids: list[int]) -> None:
-    """Of several rows, the one that follows `ids` the furthest, and of it only what does."""
-    if cache.batch_size == 1:
-        return
-    tables = cache.state.batch.tables
-    common = [len(ids) if (at := table.first_difference(ids)) is None else at for table in tables]
-    best = common.index(max(common))
-    cache.batch_select_indices(torch.tensor([best]))
-    _go_back(cache, ids)
+        return float(Duration.parse(ttl).seconds)
+    except ValueError as error:
+        raise UnsupportedError(f"a session's ttl {ttl!r:.40} {error}: give 7d, 36h, 90min, 30s or seconds") from None

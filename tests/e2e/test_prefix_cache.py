@@ -264,3 +264,30 @@ def test_gathered_promises_bits_and_so_finds_nothing_unless_asked_to(model: Any,
         with TieredKV(model, values) as tiered:
             ask(tiered, tokens(200))
             assert ask(tiered, tokens(200))[1] == expected + NEW
+
+
+# -- after a restart --------------------------------------------------------------------------------------------------
+
+
+def test_what_lay_in_memory_alone_is_found_after_a_restart(model: Any, tmp_path: Path) -> None:
+    roomy = config(model, tmp_path, gpu_slots=40, cpu_blocks=8)
+    with TieredKV(model, roomy) as tiered:
+        ask(tiered, tokens(200))
+        ask(tiered, tokens(100, 1))
+        assert tiered.stats()["tiers"]["nvme"]["used_slots"] == 0, "nothing had to go there"
+    for _ in range(3):
+        with TieredKV(model, roomy) as tiered:
+            assert ask(tiered, tokens(200))[1] == 200 % BLOCK + NEW
+            assert ask(tiered, tokens(100, 1))[1] == 100 % BLOCK + NEW
+            assert misses(tiered) == {}
+
+
+def test_where_files_have_less_room_the_latest_prompt_is_kept_whole(model: Any, tmp_path: Path) -> None:
+    roomy = config(model, tmp_path, gpu_slots=60, cpu_blocks=0, nvme=16 * 13_000 + 100_000)
+    with TieredKV(model, roomy) as tiered:
+        room = tiered.stats()["tiers"]["nvme"]["num_slots"]
+        assert 7 <= room < 22
+        for seed in range(4):
+            ask(tiered, tokens(6 * BLOCK, seed))
+    with TieredKV(model, roomy) as tiered:
+        assert ask(tiered, tokens(6 * BLOCK, 3))[1] == 1 + NEW

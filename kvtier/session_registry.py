@@ -1,0 +1,256 @@
+"""The conversations of one wrapper by name: which there are, how long they stay, and what a turn of one does."""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvtier.errors import ClosedError, SessionExistsError, UnsupportedError
+from kvtier.generate import Generation
+from kvtier.hf import TieredCache
+from kvtier.runtime import Runtime
+from kvtier.session_keeper import SessionKeeper, salt_digest
+from kvtier.session_record import SessionRecord, session_key
+from kvtier.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What `tiered.sessions()` says of one conversation."""
+
+    name: str
+    tokens: int
+    bytes_per_tier: dict[str, int]
+    """By the tier's name; a block on two tiers counts on both, one that others share too."""
+    created_s: float
+    """Seconds since the epoch, as `used_s`."""
+    used_s: float
+    ttl_s: float
+    """Seconds after the last use; inf: it stays until it is deleted."""
+    is_pinned: bool
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was used."""
+        return max(0.0, time.time() - self.used_s)
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A conversation that the wrapper knows."""
+
+    about: SessionRecord
+    salt: bytes
+    cache: TieredCache | None = None
+    """None: not used yet in this process."""
+
+
+class Sessions:
+    """The conversations of one wrapper, by name and salt."""
+
+    def __init__(self, model: Any, runtime: Runtime, new_cache: Callable[[bytes], TieredCache]) -> None:
+        self._model, self._runtime, self._new_cache = model, runtime, new_cache
+        self.keeper = SessionKeeper(runtime)
+        self._entries: dict[bytes, _Entry] = {}
+
+    # -- by name ------------------------------------------------------------------------------------------------------
+
+    def open(self, name: str, salt: bytes, ttl_s: float | None) -> bytes:
+        """The key of the session of that name: of this process, else one that an earlier one kept, else a new one."""
+        _check_name(name)
+        key = session_key(salt_digest(salt), name)
+        with self._runtime.turn:
+            self.expire()
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(self.keeper.record(key) or self._new(name, salt), salt)
+            if ttl_s is not None and entry.about.ttl_s != ttl_s:
+                self._change(entry, replace(entry.about, ttl_s=ttl_s))
+        return key
+
+    def _new(self, name: str, salt: bytes) -> SessionRecord:
+        now_s, each = time.time(), self._runtime.manager.block_tokens
+        nothing = array("i")
+        return SessionRecord(name, salt_digest(salt), bytes(32), each, nothing, now_s, now_s, math.inf, False)
+
+    def _entry(self, key: bytes, name: str) -> _Entry:
+        found = self._entries.get(key)
+        if found is None:
+            raise ClosedError(f"session {name!r} was deleted: tiered.session({name!r}) makes a new one")
+        return found
+
+    def cache(self, key: bytes, name: str) -> TieredCache:
+        """Its cache, with what is found of it. Raises ClosedError when it was deleted."""
+        entry = self._entry(key, name)
+        with self._runtime.turn:
+            if entry.cache is None:
+                cache = self._new_cache(entry.salt)
+                self.keeper.resume(key, cache)
+                entry.cache = cache
+        return entry.cache
+
+    def list(self, salt: bytes) -> list[SessionInfo]:
+        """What there is under a salt, last used first."""
+        digest = salt_digest(salt)
+        with self._runtime.turn:
+            self.expire()
+            known = {key: entry.about for key, entry in self._entries.items()}
+            abouts = {record.key(): record for record in self.keeper.records()} | known
+            infos = [self._info(key, about) for key, about in abouts.items() if about.salt == digest]
+        return sorted(infos, key=lambda info: -info.used_s)
+
+    def info(self, key: bytes, name: str) -> SessionInfo:
+        """What `list` says of it."""
+        with self._runtime.turn:
+            return self._info(key, self._entry(key, name).about)
+
+    def _info(self, key: bytes, about: SessionRecord) -> SessionInfo:
+        entry = self._entries.get(key)
+        if entry is not None and entry.cache is not None:
+            table = entry.cache.state.batch.tables[0]
+            copies = self._runtime.placement.residency
+            held = {tier: sum(tier in copies[block].copies for block in table.blocks) for tier in Tier}
+            num_tokens = table.num_tokens
+        else:
+            held = {tier: self.keeper.num_found(about) if tier is Tier.NVME else 0 for tier in Tier}
+            num_tokens = len(about.token_ids)
+        each = self._runtime.group.shape.block_bytes
+        num_bytes = {tier.label: count * each for tier, count in held.items()}
+        return SessionInfo(
+            about.name, num_tokens, num_bytes, about.created_s, about.used_s, about.ttl_s, about.is_pinned
+        )
+
+    def fork(self, key: bytes, name: str, new_name: str) -> bytes:
+        """The key of a new session that shares every block by count. Raises SessionExistsError; nothing changed."""
+        _check_name(new_name)
+        entry = self._entry(key, name)
+        twin_key = session_key(entry.about.salt, new_name)
+        with self._runtime.turn:
+            if twin_key in self._entries or self.keeper.record(twin_key) is not None:
+                raise SessionExistsError(
+                    f"fork: there is a session {new_name!r} already: delete() it first, or use another name"
+                )
+            twin = _Entry(replace(entry.about, name=new_name), entry.salt, self.cache(key, name).fork())
+            self._entries[twin_key] = twin
+            self._save(twin)
+        return twin_key
+
+    def delete(self, key: bytes) -> None:
+        """Free its blocks, on every tier and in files. Idempotent. Raises UnsupportedError inside a step of it.
+
+        Raises StoreError: some of it is still in the folder, and the next `delete` tries again.
+        """
+        with self._runtime.turn:
+            entry = self._entries.get(key)
+            labels = []
+            if entry is not None and entry.cache is not None:
+                entry.cache.state.check_change("reset")
+                residency, table = self._runtime.placement.residency, entry.cache.state.batch.tables[0]
+                found = [residency[block].sealed for block in table.blocks]
+                labels = [sealed.label for sealed in found if sealed is not None]
+                self.keeper.unpin(table.blocks)
+                entry.cache.reset()
+            elif entry is None and self.keeper.record(key) is None:
+                return
+            self.keeper.forget(key)
+            self.keeper.erase(labels)
+            self._entries.pop(key, None)
+
+    def expire(self) -> None:
+        """Delete what nobody used for longer than its time to live. With the turn held."""
+        now_s = time.time()
+        abouts = {record.key(): record for record in self.keeper.records()}
+        abouts |= {key: entry.about for key, entry in self._entries.items()}
+        for key, about in abouts.items():
+            entry = self._entries.get(key)
+            is_used = entry is not None and entry.cache is not None and entry.cache.state.user is not None
+            if about.is_expired(now_s) and not is_used:
+                self.delete(key)
+
+    def change(self, key: bytes, name: str, *, ttl_s: float | None = None, pinned: bool | None = None) -> None:
+        """Set how long it is kept."""
+        entry = self._entry(key, name)
+        with self._runtime.turn:
+            about = entry.about if ttl_s is None else replace(entry.about, ttl_s=ttl_s)
+            self._change(entry, about if pinned is None else replace(about, is_pinned=pinned))
+
+    def _change(self, entry: _Entry, about: SessionRecord) -> None:
+        self.keeper.note(about)
+        if about.is_pinned != entry.about.is_pinned:
+            blocks = [] if entry.cache is None else entry.cache.state.batch.tables[0].blocks
+            self.keeper.pin(about, blocks)
+        entry.about = about
+
+    def _save(self, entry: _Entry) -> None:
+        """With the turn held. What is kept of the conversation is what it is now."""
+        assert entry.cache is not None  # it was just used
+        saved = self.keeper.save(entry.cache, entry.about)
+        if saved is not None:
+            entry.about = saved
+
+    def generate(self, key: bytes, name: str, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        """See `Session.generate`."""
+        cache = self.cache(key, name)
+        state = cache.state
+        use = state.enter()  # before anything is cropped: another thread may be generating on this session
+        try:
+            num_copies = Generation(self._model, kwargs).num_copies
+            _keep_one_row(cache, input_ids[0].tolist())  # a call that was interrupted twice may have left more
+            _go_back(cache, input_ids[0].tolist())
+            if num_copies > 1:
+                cache.batch_repeat_interleave(num_copies)
+            out = self._model.generate(input_ids, cache=cache, **kwargs)
+            sequences = out if isinstance(out, torch.Tensor) else out.sequences
+            _keep_one_row(cache, sequences[0].tolist())
+        except BaseException:  # a Ctrl-C too: a session has one row
+            _keep_one_row(cache, input_ids[0].tolist())
+            raise
+        finally:
+            state.leave(use)
+        entry = self._entries.get(key)
+        if entry is not None:  # nobody has deleted it meanwhile
+            with self._runtime.turn:
+                entry.about = replace(entry.about, used_s=time.time())
+                self._save(entry)
+        return out
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UnsupportedError(f"a session's name is any printable text, not {name!r:.60}")
+
+
+def _go_back(cache: TieredCache, ids: list[int]) -> None:
+    """Keep the longest common prefix with `ids`, but never all of `ids`: the last one's logits are wanted."""
+    table = cache.state.batch.tables[0]
+    held = table.num_tokens
+    different = table.first_difference(ids)
+    common = min(held, len(ids) - 1) if different is None else min(different, len(ids) - 1)
+    if not cache.state.has_current_weights() or len(cache.token_ids) != held:
+        common = 0  # an old model's, or fed as embeddings
+    if common == held:
+        return
+    try:
+        if common:
+            cache.crop(common - held)
+        else:
+            cache.reset()
+    except UnsupportedError:  # a window or a linear layer has forgotten what it would go back to
+        cache.reset()
+
+
+def _keep_one_row(cache: TieredCache, ids: list[int]) -> None:
+    """Of several rows, the one that follows `ids` the furthest, and of it only what does."""
+    if cache.batch_size == 1:
+        return
+    tables = cache.state.batch.tables
+    common = [len(ids) if (at := table.first_difference(ids)) is None else at for table in tables]
+    best = common.index(max(common))
+    cache.batch_select_indices(torch.tensor([best]))
+    _go_back(cache, ids)
