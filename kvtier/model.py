@@ -34,6 +34,7 @@ from kvtier.hf import (
 )
 from kvtier.runtime import Runtime
 from kvtier.session import Session, SessionInfo, Sessions, seconds
+from kvtier.session_transfer import import_session, import_session_async
 from kvtier.stats import stats
 
 _WRAPPED = ("forward", "generate")
@@ -117,6 +118,31 @@ class TieredKV:
         """The conversations under a salt, those of earlier processes too, last used first."""
         self._runtime.check_open()
         return self._sessions.list(_salt(salt))
+
+    def import_session(
+        self, path: str | Path, name: str | None = None, *, salt: str | bytes = b"", overwrite: bool = False
+    ) -> Session:
+        """A session from a file that `Session.export` wrote, under its own name unless one is given.
+
+        Take in only files that you trust: checksums tell damage, not who made them, and what they hold is believed.
+
+        Raises:
+            ArchiveError: not such a file, damaged, of another model (weights, adapters, settings, versions), of another
+                block size or salt; the message names which.
+            SessionExistsError: there is one of that name. CapacityError: no tier has room for it.
+            After each of them nothing has changed.
+        """
+        self._runtime.check_open()
+        key, known_as = import_session(self._sessions, Path(path), name, _salt(salt), overwrite)
+        return Session(known_as, key, self._sessions)
+
+    async def import_session_async(
+        self, path: str | Path, name: str | None = None, *, salt: str | bytes = b"", overwrite: bool = False
+    ) -> Session:
+        """As `import_session`, without keeping the event loop waiting."""
+        self._runtime.check_open()
+        key, known_as = await import_session_async(self._sessions, Path(path), name, _salt(salt), overwrite)
+        return Session(known_as, key, self._sessions)
 
     def generate(self, *args: Any, salt: str | bytes = b"", **kwargs: Any) -> Any:
         """`model.generate` with the KV on tiers: every argument that it takes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.hf import CACHE_NAMES, TieredCache, check_one_adapter
 from kvtier.reuse import PLAIN_TENSORS
 from kvtier.session_registry import SessionInfo, Sessions
+from kvtier.session_transfer import export_session, export_session_async
 
 __all__ = ["Session", "SessionInfo", "Sessions", "seconds"]
 
@@ -124,6 +126,25 @@ class Session:
         """
         self._check_open()
         self._sessions.change(self._key, self.name, ttl_s=math.inf if ttl is None else seconds(ttl))
+
+    def export(self, path: str | Path, *, overwrite: bool = False) -> int:
+        """Write the conversation to a file of its own, mode 0600; how many bytes it has. docs/session-archive.md.
+
+        It holds token ids and KV, which reveal the text: whoever reads it, reads the conversation.
+
+        Raises:
+            ArchiveError: the file cannot be written, or is there already. `path` is what it was before.
+            UnsupportedError: the session is empty, in use, or was computed under hooks, as embeddings, or in part by
+                layers that are not tiered.
+            BlockLostError: a block cannot be read; the next `generate` computes it again.
+        """
+        self._check_open()
+        return export_session(self._sessions, self._key, self.name, Path(path), overwrite)
+
+    async def export_async(self, path: str | Path, *, overwrite: bool = False) -> int:
+        """As `export`, without keeping the event loop waiting."""
+        self._check_open()
+        return await export_session_async(self._sessions, self._key, self.name, Path(path), overwrite)
 
     def close(self) -> None:
         """Let go of this handle. The conversation stays: `tiered.session(name)` goes on with it. Idempotent."""

@@ -150,7 +150,7 @@ class SessionKeeper:
         self._records[record.key()] = record
         if num_kept < len(blocks):
             logger.warning(
-                "session %r: %d of %d blocks are kept for a restart: the nvme tier takes no more now",
+                "session %r: %d of %d blocks are kept for a restart, the others cannot be written now",
                 record.name, num_kept, len(blocks),
             )  # fmt: skip
         if before is not None:

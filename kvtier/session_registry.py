@@ -55,7 +55,7 @@ class Sessions:
     """The conversations of one wrapper, by name and salt."""
 
     def __init__(self, model: Any, runtime: Runtime, new_cache: Callable[[bytes], TieredCache]) -> None:
-        self._model, self._runtime, self._new_cache = model, runtime, new_cache
+        self._model, self.runtime, self.new_cache = model, runtime, new_cache
         self.keeper = SessionKeeper(runtime)
         self._entries: dict[bytes, _Entry] = {}
 
@@ -63,9 +63,8 @@ class Sessions:
 
     def open(self, name: str, salt: bytes, ttl_s: float | None) -> bytes:
         """The key of the session of that name: of this process, else one that an earlier one kept, else a new one."""
-        _check_name(name)
-        key = session_key(salt_digest(salt), name)
-        with self._runtime.turn:
+        key = self.key(name, salt)
+        with self.runtime.turn:
             self.expire()
             entry = self._entries.get(key)
             if entry is None:
@@ -75,9 +74,36 @@ class Sessions:
         return key
 
     def _new(self, name: str, salt: bytes) -> SessionRecord:
-        now_s, each = time.time(), self._runtime.manager.block_tokens
+        now_s, each = time.time(), self.runtime.manager.block_tokens
         nothing = array("i")
         return SessionRecord(name, salt_digest(salt), bytes(32), each, nothing, now_s, now_s, math.inf, False)
+
+    @property
+    def model_name(self) -> str:
+        """The model's class, for people."""
+        return type(self._model).__name__
+
+    @staticmethod
+    def key(name: str, salt: bytes) -> bytes:
+        """What tells a session from all others. Raises UnsupportedError: no session can have that name."""
+        _check_name(name)
+        return session_key(salt_digest(salt), name)
+
+    def exists(self, key: bytes) -> bool:
+        """Whether there is such a session, in this process or in files."""
+        return key in self._entries or self.keeper.record(key) is not None
+
+    def about(self, key: bytes, name: str) -> SessionRecord:
+        """Its name, times and so on; what it says of tokens may be older. Raises ClosedError when it was deleted."""
+        return self._entry(key, name).about
+
+    def take(self, key: bytes, name: str, cache: TieredCache, ttl_s: float) -> None:
+        """A session that was made otherwise, in the place of one of that name. With the turn held."""
+        if self.exists(key):
+            self.delete(key)
+        entry = _Entry(replace(self._new(name, cache.state.salt), ttl_s=ttl_s), cache.state.salt, cache)
+        self._entries[key] = entry
+        self._save(entry)
 
     def _entry(self, key: bytes, name: str) -> _Entry:
         found = self._entries.get(key)
@@ -88,9 +114,9 @@ class Sessions:
     def cache(self, key: bytes, name: str) -> TieredCache:
         """Its cache, with what is found of it. Raises ClosedError when it was deleted."""
         entry = self._entry(key, name)
-        with self._runtime.turn:
+        with self.runtime.turn:
             if entry.cache is None:
-                cache = self._new_cache(entry.salt)
+                cache = self.new_cache(entry.salt)
                 self.keeper.resume(key, cache)
                 entry.cache = cache
         return entry.cache
@@ -98,7 +124,7 @@ class Sessions:
     def list(self, salt: bytes) -> list[SessionInfo]:
         """What there is under a salt, last used first."""
         digest = salt_digest(salt)
-        with self._runtime.turn:
+        with self.runtime.turn:
             self.expire()
             known = {key: entry.about for key, entry in self._entries.items()}
             abouts = {record.key(): record for record in self.keeper.records()} | known
@@ -107,20 +133,20 @@ class Sessions:
 
     def info(self, key: bytes, name: str) -> SessionInfo:
         """What `list` says of it."""
-        with self._runtime.turn:
+        with self.runtime.turn:
             return self._info(key, self._entry(key, name).about)
 
     def _info(self, key: bytes, about: SessionRecord) -> SessionInfo:
         entry = self._entries.get(key)
         if entry is not None and entry.cache is not None:
             table = entry.cache.state.batch.tables[0]
-            copies = self._runtime.placement.residency
+            copies = self.runtime.placement.residency
             held = {tier: sum(tier in copies[block].copies for block in table.blocks) for tier in Tier}
             num_tokens = table.num_tokens
         else:
             held = {tier: self.keeper.num_found(about) if tier is Tier.NVME else 0 for tier in Tier}
             num_tokens = len(about.token_ids)
-        each = self._runtime.group.shape.block_bytes
+        each = self.runtime.group.shape.block_bytes
         num_bytes = {tier.label: count * each for tier, count in held.items()}
         return SessionInfo(
             about.name, num_tokens, num_bytes, about.created_s, about.used_s, about.ttl_s, about.is_pinned
@@ -131,8 +157,8 @@ class Sessions:
         _check_name(new_name)
         entry = self._entry(key, name)
         twin_key = session_key(entry.about.salt, new_name)
-        with self._runtime.turn:
-            if twin_key in self._entries or self.keeper.record(twin_key) is not None:
+        with self.runtime.turn:
+            if self.exists(twin_key):
                 raise SessionExistsError(
                     f"fork: there is a session {new_name!r} already: delete() it first, or use another name"
                 )
@@ -146,12 +172,12 @@ class Sessions:
 
         Raises StoreError: some of it is still in the folder, and the next `delete` tries again.
         """
-        with self._runtime.turn:
+        with self.runtime.turn:
             entry = self._entries.get(key)
             labels = []
             if entry is not None and entry.cache is not None:
                 entry.cache.state.check_change("reset")
-                residency, table = self._runtime.placement.residency, entry.cache.state.batch.tables[0]
+                residency, table = self.runtime.placement.residency, entry.cache.state.batch.tables[0]
                 found = [residency[block].sealed for block in table.blocks]
                 labels = [sealed.label for sealed in found if sealed is not None]
                 self.keeper.unpin(table.blocks)
@@ -176,7 +202,7 @@ class Sessions:
     def change(self, key: bytes, name: str, *, ttl_s: float | None = None, pinned: bool | None = None) -> None:
         """Set how long it is kept."""
         entry = self._entry(key, name)
-        with self._runtime.turn:
+        with self.runtime.turn:
             about = entry.about if ttl_s is None else replace(entry.about, ttl_s=ttl_s)
             self._change(entry, about if pinned is None else replace(about, is_pinned=pinned))
 
@@ -215,7 +241,7 @@ class Sessions:
             state.leave(use)
         entry = self._entries.get(key)
         if entry is not None:  # nobody has deleted it meanwhile
-            with self._runtime.turn:
+            with self.runtime.turn:
                 entry.about = replace(entry.about, used_s=time.time())
                 self._save(entry)
         return out
