@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from kvtier.types import AttentionMode
 
 # Arguments with one entry a new token, split along dimension 1 with the tokens.
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+MIN_PREFILL_TOKENS = 32  # fewer in a step say little of what prompts cost
 _JOINED = ("logits", "last_hidden_state", "hidden_states")
 
 
@@ -233,8 +235,13 @@ class _SplitForward:
         self._runtime.stepping_bytes = self._state.untiered.num_bytes
         opened: OpenStep = executor.open(self._batch, new)
         before = current_step.set(opened)
+        started_s, stalled_s = time.monotonic(), self._runtime.metrics.stall_s
         try:
             out = self._original(**arguments)
+            num_tokens = sum(row.num_tokens for row in new)
+            if num_tokens >= MIN_PREFILL_TOKENS and torch.device(self._runtime.group.device).type == "cuda":
+                torch.cuda.synchronize()  # its kernels are only queued, and what they take is what counts
+            took_s = time.monotonic() - started_s
             self._state.untiered.measure()
             self._runtime.check_untiered()
             self._runtime.turn.check()  # the last place where a Ctrl-C leaves the state as before the step
@@ -244,6 +251,9 @@ class _SplitForward:
         finally:
             current_step.reset(before)
         executor.commit(opened)
+        if num_tokens >= MIN_PREFILL_TOKENS:
+            stalled_s = self._runtime.metrics.stall_s - stalled_s
+            self._runtime.prefill.add(num_tokens, max(1e-9, took_s - stalled_s))
         return out
 
     def _piece(self, held: int, start: int, size: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from kvtier.block_table import TokenSource
 from kvtier.errors import PromptMismatchError, UnsupportedError
 from kvtier.hf import CACHE_NAMES, TieredCache, WrappedMethod, check_mask_kind, check_own_inputs, given_cache
-from kvtier.reuse import is_plain_call, read_prompts, reuse
+from kvtier.reuse import Reuse, is_plain_call, read_prompts
 from kvtier.runtime import Runtime
 
 # Arguments that another cache, or another model of the KV, would be needed for. Name, neutral value, and why.
@@ -42,7 +42,7 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
         positional = dict(zip(("inputs", "generation_config"), args, strict=False))
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-        call = _Call(original, cache, positional | kwargs)
+        call = _Call(original, cache, positional | kwargs, keyword)
         kwargs = kwargs | call.overrides() | {keyword: cache}
         use = cache.state.enter(call.changes())
         try:
@@ -80,8 +80,10 @@ class Generation:
 class _Call:
     """One generate call with a TieredCache."""
 
-    def __init__(self, original: Callable[..., Any], cache: TieredCache, arguments: dict[str, Any]) -> None:
-        self._cache, self._arguments = cache, arguments
+    def __init__(
+        self, original: Callable[..., Any], cache: TieredCache, arguments: dict[str, Any], keyword: str
+    ) -> None:
+        self._cache, self._arguments, self._keyword = cache, arguments, keyword
         self._model = getattr(original, "__self__", None)
         self._generation = Generation(self._model, arguments)
         ids = next((arguments[n] for n in ("inputs", "input_ids") if arguments.get(n) is not None), None)
@@ -125,13 +127,21 @@ class _Call:
         if self._passes_new_tokens_only() or not is_plain_call(self._arguments, self._generation.value):
             return
         padding = self._generation.value("pad_token_id")
-        prompts = read_prompts(ids, self._mask, padding if isinstance(padding, int) else None, self._takes_positions())
+        takes_positions = "position_ids" in self._parameters()
+        prompts = read_prompts(ids, self._mask, padding if isinstance(padding, int) else None, takes_positions)
         if prompts is not None:
-            reuse(self._cache, prompts, self._generation.num_copies)
+            Reuse(self._cache, self._compute).begin(prompts, self._generation.num_copies)
 
-    def _takes_positions(self) -> bool:
+    @torch.no_grad()
+    def _compute(self, token_ids: list[int]) -> None:
+        assert self._model is not None  # it is what generates
+        ids = torch.tensor([token_ids], device=self._cache.state.runtime.group.device)
+        only_last = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters() else {}
+        self._model(input_ids=ids, use_cache=True, **{self._keyword: self._cache}, **only_last)
+
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
         forward = getattr(self._model, "forward", None)
-        return forward is not None and "position_ids" in inspect.signature(forward).parameters
+        return {} if forward is None else inspect.signature(forward).parameters
 
     def _passes_new_tokens_only(self) -> bool:
         return self._ids is not None and self._mask is not None and self._mask.shape[1] != self._ids.shape[1]

@@ -89,8 +89,11 @@ class PrefixCache:
             "misses": {miss.value: metrics.misses[miss] for miss in Miss},
         }
 
-    def count(self, token_ids: Sequence[int], match: Match, table: BlockTable) -> None:
-        """Note what a look-up gave, and what of it the row begins with."""
+    def count(self, token_ids: Sequence[int], match: Match, table: BlockTable, *computed: int) -> None:
+        """Note what a look-up gave, and what of it the row begins with.
+
+        `computed`: the first block of those that were computed after all, and the first that was not.
+        """
         metrics, residency = self.metrics, self._placement.residency
         metrics.lookups += 1
         metrics.tokens += len(token_ids)
@@ -98,6 +101,8 @@ class PrefixCache:
             metrics.misses[match.miss] += 1
         own = self._placement.sequence_metrics[table.sequence]
         for index, block in enumerate(table.blocks):
+            if computed and index in range(*computed):
+                continue
             tier = residency[block].fastest
             num_tokens = min(self._block_tokens, table.num_tokens - index * self._block_tokens)
             if tier is not None:

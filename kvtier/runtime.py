@@ -14,6 +14,7 @@ from kvtier.config import KVTierConfig
 from kvtier.errors import BudgetError, ClosedError, KVTierError, StoreError
 from kvtier.executor import StepExecutor, StepLimits
 from kvtier.labels import Labels, Source
+from kvtier.load_or_recompute import Meter
 from kvtier.log import logger
 from kvtier.lower_tiers import budget_error, build_lower, gpu_budget
 from kvtier.manager import TierManager
@@ -121,6 +122,10 @@ class Runtime:
             if not nvme.persistent and self.labels is not None:  # a share: nothing in it outlives the process
                 self.labels.outlives = False
         engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
+        self.prefill = Meter()
+        """Tokens computed, in steps of many."""
+        if isinstance(nvme, NvmeStore) and nvme.io.read_bytes_s is not None:
+            engine.nvme_reads.add(nvme.io.read_bytes_s, 1.0)  # until it is known better
         self.placement = Placement(
             self._pools,
             {tier: policies[tier] for tier in self.stores},
@@ -218,6 +223,17 @@ class Runtime:
             self.check_open()
             assert self._engine is not None  # it is open
             self._engine.interpose(tier, wrap)
+
+    def load_s(self) -> float | None:
+        """Seconds for a block to be loaded from files, as measured; None: it was not."""
+        assert self._engine is not None  # it is open
+        rate = self._engine.nvme_reads.per_s
+        return None if rate is None else self.group.shape.block_bytes / rate
+
+    def compute_s(self) -> float | None:
+        """Seconds for a block of a prompt to be computed, as measured; None: it was not."""
+        rate = self.prefill.per_s
+        return None if rate is None else self.group.shape.block_tokens / rate
 
     # -- what users see -----------------------------------------------------------------------------------------------
 

@@ -112,6 +112,18 @@ class Sequences:
         self.truncate(batch, length)
         self._rebuild_running()
 
+    def extend(self, batch: Batch, token_ids: Sequence[int], blocks: Sequence[BlockId]) -> None:
+        """Let a row of full blocks alone go on with blocks that are there already, shared by count."""
+        self.seal(batch)  # a sealed block behind them would hide those that are not
+        (table,) = batch.tables
+        for block in blocks:
+            self.placement.residency[block].holders += 1
+        first = table.num_tokens
+        table.append(
+            len(token_ids), token_ids, blocks, positions=range(first, first + len(token_ids)), made=Made.PLACED
+        )
+        self._rebuild_running()
+
     def share(self, table: BlockTable, index: int, block: BlockId) -> None:
         """Put `block`, which holds the same tokens, in the place of block number `index`, by count."""
         self.placement.residency[block].holders += 1

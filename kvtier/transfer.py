@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 
 from kvtier.errors import ClosedError, NoSpaceError
+from kvtier.load_or_recompute import Meter
 from kvtier.stores.base import Store
 from kvtier.stores.slab import SlabStore
 from kvtier.types import Move, MoveResult, MoveStatus, Slot, Tier
@@ -37,6 +39,8 @@ class TransferEngine:
         self._in_flight = 0
         self._running: set[int] = set()
         self._closed = False
+        self.nvme_reads = Meter()
+        """Bytes read from the nvme tier, blocks and slices."""
 
     def interpose(self, tier: Tier, wrap: Callable[[Store], Store]) -> None:
         """Read and write a tier through `wrap(store)` from here on: for faults injected on purpose, and for probes.
@@ -139,6 +143,16 @@ class TransferEngine:
         self._running.discard(move.move_id)
         self._results.put(result)
 
+    @contextmanager
+    def _metered(self, num_bytes: int) -> Iterator[None]:
+        done_bytes = 0
+        self.nvme_reads.begin()
+        try:
+            yield
+            done_bytes = num_bytes
+        finally:
+            self.nvme_reads.end(done_bytes)
+
     def _copy(self, move: Move) -> None:
         source, dest = self._stores[move.source], self._stores[move.dest]
         if isinstance(source, SlabStore):
@@ -147,10 +161,12 @@ class TransferEngine:
                 block = block.cpu()  # files are written from host memory
             dest.write(move.dest_slot, block, move.label)
         elif isinstance(dest, SlabStore) and not dest.block(move.dest_slot).is_cuda:
-            source.read(move.source_slot, dest.block(move.dest_slot))
+            with self._metered(source.shape.block_bytes):
+                source.read(move.source_slot, dest.block(move.dest_slot))
         else:
             staging = torch.empty(source.shape.block_bytes, dtype=torch.uint8)
-            source.read(move.source_slot, staging)
+            with self._metered(source.shape.block_bytes):
+                source.read(move.source_slot, staging)
             dest.write(move.dest_slot, staging, move.label)
 
     def read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
@@ -164,13 +180,18 @@ class TransferEngine:
         """
         store = self._stores[tier]
         if not out.is_cuda:
-            store.read_slice(slot, layer, out)
+            if tier is not Tier.NVME:
+                store.read_slice(slot, layer, out)
+                return
+            with self._metered(store.shape.slice_bytes):
+                store.read_slice(slot, layer, out)
             return
         if isinstance(store, SlabStore):
             staging = store.slice(slot, layer)
         else:
             staging = torch.empty(store.shape.slice_bytes, dtype=torch.uint8)
-            store.read_slice(slot, layer, staging)
+            with self._metered(store.shape.slice_bytes):
+                store.read_slice(slot, layer, staging)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
         with torch.cuda.stream(stream):
             out.copy_(staging, non_blocking=True)

@@ -35,6 +35,8 @@ class IoChoice:
 
     mode: IoMode
     reason: str
+    read_bytes_s: float | None = None
+    """Of cold random reads, as measured; None: they were not."""
 
 
 def make_io(mode: IoMode, host_budget_bytes: int) -> FileIo:
@@ -108,7 +110,7 @@ def _measured(scratch: OpenFile, direct: DirectIo, folder: Path, slice_bytes: in
         f"cold random reads of {size >> 10} KiB, {_NUM_THREADS} at a time: direct {by_direct / 1e9:.2f} GB/s, mmap "
         f"{by_mmap / 1e9:.2f} GB/s (medians of {_NUM_ROUNDS}, {written >> 20} MiB)"
     )
-    return IoChoice(mode, reason)
+    return IoChoice(mode, reason, by_mmap if mode is IoMode.MMAP else by_direct)
 
 
 def _write_scratch(scratch: OpenFile, io: FileIo) -> int:

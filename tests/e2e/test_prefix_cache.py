@@ -291,3 +291,55 @@ def test_where_files_have_less_room_the_latest_prompt_is_kept_whole(model: Any, 
             ask(tiered, tokens(6 * BLOCK, seed))
     with TieredKV(model, roomy) as tiered:
         assert ask(tiered, tokens(6 * BLOCK, 3))[1] == 1 + NEW
+
+
+# -- load or recompute ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load_s", "computed", "slower"), [(100.0, 300, 1), (1e-9, 300 % BLOCK, 0), (1.0, None, 0)], ids=str
+)
+def test_what_is_found_in_files_is_loaded_or_computed_whichever_is_measured_faster(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_s: float, computed: int | None, slower: int
+) -> None:
+    with TieredKV(model, config(model, tmp_path)) as tiered:
+        ask(tiered, tokens(300))
+    for attempt in range(3):
+        with TieredKV(model, config(model, tmp_path)) as tiered:
+            runtime = tiered._runtime
+            monkeypatch.setattr(runtime, "load_s", lambda: load_s)
+            monkeypatch.setattr(runtime, "compute_s", lambda: 1.0)
+            _, count = ask(tiered, tokens(300))
+            if computed is None:  # of 18 blocks in files the first 9 are computed while the others are loaded
+                assert count - NEW == 9 * BLOCK + 300 % BLOCK
+                assert reused(tiered) == 9 * BLOCK
+            else:
+                assert count - NEW == computed
+            assert misses(tiered).get("slower_than_recomputing", 0) == slower
+            ask(tiered, torch.cat([tokens(300), tokens(50, attempt + 1)], dim=1))
+
+
+def test_an_error_while_the_front_is_computed_leaves_nothing_waiting(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TieredKV(model, config(model, tmp_path)) as tiered:
+        ask(tiered, tokens(300))
+    with TieredKV(model, config(model, tmp_path)) as tiered:
+        monkeypatch.setattr(tiered._runtime, "load_s", lambda: 1.0)
+        monkeypatch.setattr(tiered._runtime, "compute_s", lambda: 1.0)
+        calls = [3]
+
+        def fail(*_: Any) -> None:
+            calls[0] -= 1
+            if not calls[0]:
+                raise KeyboardInterrupt
+
+        handle = model.lm_head.register_forward_hook(fail)
+        monkeypatch.setattr(tiered._runtime.source, "is_plain", lambda _: True)  # the hook changes nothing
+        with pytest.raises(KeyboardInterrupt):
+            tiered.generate(tokens(300), attention_mask=torch.ones(1, 300, dtype=torch.long), **GREEDY)
+        handle.remove()
+        gc.collect()
+        tiered.check_integrity()
+        assert tiered.stats()["sequences"] == 0
+        ask(tiered, tokens(300))
