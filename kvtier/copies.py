@@ -111,7 +111,7 @@ class Copies:
         self.add_copy(block, Tier.NVME, slot)
         self.index(block)
         self.release(block)  # by whoever made it: the index holds it
-        return block
+        return block if block in self.prefixes else None  # a collision of identities
 
     def release(self, block: BlockId) -> None:
         """One holder fewer. Without holders the block goes, at once or when its move has ended."""

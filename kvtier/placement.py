@@ -62,8 +62,8 @@ class _Droppable(Container[BlockId]):
         return not any(pins.values()) and block in self._recomputable
 
 
-class _CachedLeaf(Container[BlockId]):
-    """Blocks on a tier that only the prefix index holds, and that no other block there continues."""
+class _Cached(Container[BlockId]):
+    """Blocks on a tier that only the prefix index holds."""
 
     def __init__(self, placement: Placement, tier: Tier) -> None:
         self._placement = placement
@@ -74,7 +74,14 @@ class _CachedLeaf(Container[BlockId]):
         if block not in placement.prefixes or block not in self._idle:
             return False
         record = placement.residency[block]  # type: ignore[index]  # it is in the index, so it is a block
-        return record.holders == 1 and not any(record.pins.values()) and placement.prefixes.is_leaf(block)  # type: ignore[arg-type]
+        return record.holders == 1 and not any(record.pins.values())
+
+
+class _CachedLeaf(_Cached):
+    """Those of them that no other block in the index continues."""
+
+    def __contains__(self, block: object) -> bool:
+        return super().__contains__(block) and self._placement.prefixes.is_leaf(block)  # type: ignore[arg-type]
 
 
 class Placement(Mover):
@@ -170,12 +177,34 @@ class Placement(Mover):
         if not len(self.prefixes):
             return False
         below = [other for other in self.pools if other > tier and self.takes(other)]
-        if below and not any(self._victims(tier, 1, _Evictable(self, tier, each)) for each in (False, True)):
+        if below and not self._has_evictable(tier):
             below = []
         done = 0
         for other in [*sorted(below, reverse=True), tier]:
             done += self.evict_cached(other, num_slots - done)
+        if not done:
+            for other in [*sorted(below, reverse=True), tier]:
+                done += self._evict_last(other, num_slots - done)
         return done > 0
+
+    def _has_evictable(self, tier: Tier) -> bool:
+        """Whether any block may leave the tier, whether or not its policy names one."""
+        views = [_Evictable(self, tier, running) for running in (False, True)]
+        return any(self._victims(tier, 1, view) for view in views) or any(
+            block in view for block in self.residency.blocks() for view in views
+        )
+
+    def _evict_last(self, tier: Tier, num_blocks: int) -> int:
+        """As `evict_cached`, of blocks that others continue which cannot go, or that the policy does not name.
+
+        Those furthest from the beginning of their prefix first. O(cached blocks).
+        """
+        cached = _Cached(self, tier)
+        found = [block for block in self.prefixes.blocks() if block in cached]
+        found.sort(key=lambda block: self.residency[block].index, reverse=True)
+        for block in found[:num_blocks]:
+            self.unindex(block, Miss.EVICTED)
+        return len(found[:num_blocks])
 
     def evict_cached(self, tier: Tier, num_blocks: int) -> int:
         """Give up to that many cached blocks of `tier` up, with all their copies; returns how many.

@@ -245,7 +245,7 @@ OPERATIONS = st.one_of(
 
 @given(st.integers(0, 12), st.lists(OPERATIONS, max_size=40))
 def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[tuple[str, int | list[int]]]) -> None:
-    """Free slots are those below the ceiling that are neither in use nor retired; whichever is claimed is handed out."""
+    """Free slots are those below the ceiling that are neither in use nor retired; each of them can be claimed."""
     pool, used, retired, ceiling = SlotPool(num_slots), set[int](), set[int](), num_slots
     held: list[int] = []
     touched = set[int]()  # handed out once
@@ -281,7 +281,7 @@ def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[t
                 pool.raise_ceiling(value)
                 ceiling = max(ceiling, min(value, num_slots))
             case "hold_back":
-                held = [each for each in value if 0 <= each]
+                held = [each for each in value if each >= 0]
                 pool.hold_back([Slot(each) for each in held])
         # What was handed out once, or lay beyond a lowered ceiling, is ordinary.
         held = [each for each in held if each < ceiling and each not in touched]
