@@ -135,7 +135,7 @@ class Copies:
         self.note_labelled(block)
         self.index(block)
         self.release(block)  # by whoever made it: the index holds it
-        return block
+        return block if block in self.prefixes else None  # a collision of identities
 
     def _claim(self, slot: Slot) -> bool:
         if slot in self.reserved:

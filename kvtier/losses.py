@@ -237,7 +237,9 @@ class Losses:
             elif Tier.GPU not in copies:
                 logger.warning("a block was recomputed from its tokens: %s", wanted[block])
             if Tier.GPU not in copies:  # else a promotion has read it after all
-                labels, sealed = placement.labels, placement.residency[block].sealed
+                # A row that was cropped into the block knew its first tokens only: it is not what its label says.
+                sealed = placement.residency[block].sealed if index < row.num_full_blocks else None
+                labels = placement.labels
                 placement.hand_over(computed, block, None if labels is None else labels.reseal(sealed))
                 placement.metrics.recomputed_blocks += 1
             wanted.pop(block, None)

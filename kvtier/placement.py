@@ -9,6 +9,7 @@ from itertools import islice
 
 from kvtier.breaker import Clock
 from kvtier.errors import CapacityError
+from kvtier.evictable import Cached, CachedLeaf, Droppable, Evictable
 from kvtier.labels import Labels
 from kvtier.log import logger
 from kvtier.metrics import Metrics
@@ -25,56 +26,6 @@ class Watermark:
 
     high_frac: float
     low_frac: float
-
-
-class _Evictable(Container[BlockId]):
-    """Blocks that may leave a tier now, of running sequences or of idle ones."""
-
-    def __init__(self, placement: Placement, tier: Tier, running: bool) -> None:
-        self._placement, self._residency = placement, placement.residency
-        self._running_blocks = placement.running_blocks
-        self._tier = tier
-        self._running = running
-
-    def __contains__(self, block: object) -> bool:
-        record = self._residency.get(block)  # type: ignore[arg-type]  # Container promises only `object`
-        return (
-            record is not None
-            and self._tier in record.copies
-            and record.move is None
-            and not record.pins[self._tier]
-            and not self._placement.is_held(self._tier, record.copies[self._tier])
-            and (block in self._running_blocks) is self._running
-        )
-
-
-class _Droppable(Container[BlockId]):
-    """Idle blocks on a tier that may lose every copy: they can be computed again."""
-
-    def __init__(self, placement: Placement, tier: Tier, recomputable: Container[BlockId]) -> None:
-        self._residency, self._recomputable, self._pinned = placement.residency, recomputable, placement.pinned
-        self._idle = _Evictable(placement, tier, running=False)
-
-    def __contains__(self, block: object) -> bool:
-        if block not in self._idle:
-            return False
-        pins = self._residency[block].pins  # type: ignore[index]  # it is in `_idle`, so it is a block
-        return not any(pins.values()) and block in self._recomputable and block not in self._pinned
-
-
-class _CachedLeaf(Container[BlockId]):
-    """Blocks on a tier that only the prefix index holds, and that no other block there continues."""
-
-    def __init__(self, placement: Placement, tier: Tier) -> None:
-        self._placement = placement
-        self._idle = _Evictable(placement, tier, running=False)
-
-    def __contains__(self, block: object) -> bool:
-        placement = self._placement
-        if block not in placement.prefixes or block not in self._idle or block in placement.pinned:
-            return False
-        record = placement.residency[block]  # type: ignore[index]  # it is in the index, so it is a block
-        return record.holders == 1 and not any(record.pins.values()) and placement.prefixes.is_leaf(block)  # type: ignore[arg-type]
 
 
 class Placement(Mover):
@@ -149,7 +100,7 @@ class Placement(Mover):
         """The last resort before CapacityError: a policy that names too few blocks must not stop the house."""
         for running in (False, True):
             # `give_up` stops at a block that has no place; a clean one behind it needs none.
-            evictable = _Evictable(self, tier, running)
+            evictable = Evictable(self, tier, running)
             for block in self.residency.blocks():
                 if num_slots and block in evictable and self._is_clean(block, tier):
                     self.drop_copy(block, tier)
@@ -170,14 +121,36 @@ class Placement(Mover):
         if not len(self.prefixes) and not self.kept:
             return False
         below = [other for other in self.pools if other > tier and self.takes(other)]
-        if below and not any(self._victims(tier, 1, _Evictable(self, tier, each)) for each in (False, True)):
+        if below and not self._has_evictable(tier):
             below = []
         done = 0
         for other in [*sorted(below, reverse=True), tier]:
             done += self.evict_cached(other, num_slots - done)
             if other is Tier.NVME:
                 done += self._give_up_kept(num_slots - done)
+        if not done:
+            for other in [*sorted(below, reverse=True), tier]:
+                done += self._evict_last(other, num_slots - done)
         return done > 0
+
+    def _has_evictable(self, tier: Tier) -> bool:
+        """Whether any block may leave the tier, whether or not its policy names one."""
+        views = [Evictable(self, tier, running) for running in (False, True)]
+        return any(self._victims(tier, 1, view) for view in views) or any(
+            block in view for block in self.residency.blocks() for view in views
+        )
+
+    def _evict_last(self, tier: Tier, num_blocks: int) -> int:
+        """As `evict_cached`, of blocks that others continue which cannot go, or that the policy does not name.
+
+        Those furthest from the beginning of their prefix first. O(cached blocks).
+        """
+        cached = Cached(self, tier)
+        found = [block for block in self.prefixes.blocks() if block in cached]
+        found.sort(key=lambda block: self.residency[block].index, reverse=True)
+        for block in found[:num_blocks]:
+            self.unindex(block, Miss.EVICTED)
+        return len(found[:num_blocks])
 
     def _give_up_kept(self, num_blocks: int) -> int:
         """Drop copies in files of blocks that faster tiers have too, oldest first; returns how many."""
@@ -197,7 +170,7 @@ class Placement(Mover):
         """
         done = 0
         while done < num_blocks:
-            leaves = self._victims(tier, num_blocks - done, _CachedLeaf(self, tier))
+            leaves = self._victims(tier, num_blocks - done, CachedLeaf(self, tier))
             for block in leaves:
                 self.unindex(block, Miss.EVICTED)
             if not leaves:
@@ -216,11 +189,11 @@ class Placement(Mover):
         self._oldest_first = True
         try:
             # A block that is dropped further down helps only where one of this tier may go.
-            may_go = sum(len(self._victims(tier, num_slots, _Evictable(self, tier, each))) for each in (False, True))
+            may_go = sum(len(self._victims(tier, num_slots, Evictable(self, tier, each))) for each in (False, True))
             below = [other for other in self.pools if other > tier and self.takes(other)]
             found: dict[BlockId, None] = {}
             for other in [*sorted(below, reverse=True), tier]:
-                droppable = _Droppable(self, other, recomputable)
+                droppable = Droppable(self, other, recomputable)
                 found |= dict.fromkeys(self._victims(other, num_slots - len(found), droppable))
         finally:
             self._oldest_first = False
@@ -284,7 +257,7 @@ class Placement(Mover):
             self.drop_copy(block, tier)
             done += 1
         for running in (False,) if idle_only else (False, True):
-            for block in self._victims(tier, num_slots - done, _Evictable(self, tier, running)):
+            for block in self._victims(tier, num_slots - done, Evictable(self, tier, running)):
                 if self._is_clean(block, tier):
                     self.drop_copy(block, tier)
                 elif (place := self._take_below(tier, num_slots - done, idle_only, early)) is not None:

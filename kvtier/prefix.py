@@ -156,13 +156,16 @@ class PrefixIndex:
             raise IntegrityError(f"{len(self._entries)} prefixes for {len(self._identities)} blocks")
         children: Counter[bytes] = Counter()
         in_namespace: Counter[bytes] = Counter()
+        of_model: Counter[bytes] = Counter()
         for identity, entry in self._entries.items():
             if self._identities.get(entry.block) != identity or entry.sealed.label.identity != identity:
                 raise IntegrityError(f"block {entry.block} is indexed by an identity that is not its own")
             in_namespace[entry.sealed.label.namespace] += 1
+            of_model[entry.sealed.origin.fingerprint.model] += 1
             if entry.sealed.parent is not None:
                 children[entry.sealed.parent] += 1
-        if children != self._children or in_namespace != self._in_namespace:
+        counted = self._children, self._in_namespace, self._of_model
+        if counted != (children, in_namespace, of_model):
             raise IntegrityError("the prefix index has lost count of its blocks")
 
 

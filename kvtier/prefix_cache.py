@@ -149,10 +149,11 @@ class PrefixCache:
         placement, label = self._placement, sealed.label
         block = placement.prefixes.find(label)
         if block is not None:
-            if not self._is_whole(block):
+            if self._is_whole(block):
+                return block
+            if not self._is_out_of_reach(block):
                 placement.unindex(block, Miss.CORRUPT)
-                return None
-            return block
+            return None
         if self._files is None or not placement.is_readable(Tier.NVME):
             return None
         slot = self._files.find(label)
@@ -165,8 +166,14 @@ class PrefixCache:
         record = self._placement.residency[block]
         return any(self._placement.is_readable(tier) for tier in record.copies)
 
+    def _is_out_of_reach(self, block: BlockId) -> bool:
+        """Whether it lies on tiers that hang: nothing speaks against what is there."""
+        return block not in self._placement.unreadable and bool(self._placement.residency[block].copies)
+
     def _why(self, origin: Origin, label: SlotLabel) -> Miss:
         prefixes, files = self._placement.prefixes, self._files
+        if prefixes.find(label) is not None:
+            return Miss.SLOWER  # the tier hangs
         num_in_files = 0 if files is None else files.num_found
         if prefixes.num_in(label.namespace) or (num_in_files and files is not None and files.has(label.namespace)):
             return prefixes.miss(label.identity)

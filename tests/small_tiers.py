@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
-from kvtier.labels import Labels
+from kvtier.identity import digest
+from kvtier.labels import Fingerprint, Labels, namespace_of
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics, SequenceMetrics
 from kvtier.placement import Placement, Watermark
@@ -16,11 +18,23 @@ from kvtier.policies.fifo import FIFO
 from kvtier.policies.lru import LRU
 from kvtier.policies.mru import MRU
 from kvtier.policies.recency import Recency
+from kvtier.prefix_cache import PrefixCache
 from kvtier.recomputable import Past
 from kvtier.slots import SlotPool
 from kvtier.step import NewColumns, Run, Write
 from kvtier.testing import FakeEngine
-from kvtier.types import BlockId, Engine, EvictionPolicy, Move, MoveResult, MoveStatus, SequenceId, Slot, Tier
+from kvtier.types import (
+    BlockId,
+    Engine,
+    EvictionPolicy,
+    Move,
+    MoveResult,
+    MoveStatus,
+    SequenceId,
+    Slot,
+    SlotLabel,
+    Tier,
+)
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru": LRU, "mru": MRU, "recency": Recency}
 
@@ -111,12 +125,71 @@ class HandEngine(Engine):
 BROKEN_POLICIES: dict[str, type[EvictionPolicy]] = {"nothing": NamesNothing, "wrong": NamesWrong, "raises": Raises}
 
 
+class FakeModel:
+    """A model that is a number, and an adapter that is another."""
+
+    def __init__(self) -> None:
+        self.weights, self.adapter, self.plain = 1, 0, True
+        self.num_hashed = 0
+        self.error: Exception | None = None
+
+    def fingerprint(self) -> Fingerprint | None:
+        self.num_hashed += 1
+        if self.error is not None:
+            raise self.error
+        weights = digest("weights", [("", b"%d" % self.weights)])
+        adapters = b"%d" % self.adapter
+        return Fingerprint(weights, namespace_of(weights, adapters, b""), adapters)
+
+    def is_plain(self, arguments: Mapping[str, Any]) -> bool:
+        return self.plain
+
+    def structure(self) -> bytes | None:
+        return b"structure"
+
+    def seen(self) -> bytes | None:
+        return b"modules"
+
+
+class FakeFiles:
+    """What the nvme store knows of labelled blocks: each until its slot is written again, or it is forgotten."""
+
+    def __init__(self) -> None:
+        self.labels: dict[Slot, SlotLabel] = {}
+        """The latest last."""
+
+    @property
+    def num_found(self) -> int:
+        return len(self.labels)
+
+    def has(self, namespace: bytes) -> bool:
+        return any(label.namespace == namespace for label in self.labels.values())
+
+    def find(self, label: SlotLabel) -> Slot | None:
+        return next((slot for slot, each in reversed(self.labels.items()) if each == label), None)
+
+    def forget(self, slot: Slot) -> None:
+        self.labels.pop(slot, None)
+
+
 class HangingEngine(FakeEngine):
     """A FakeEngine whose devices can hang: while one does, no move of its ends; a wait for nothing else times out."""
 
     hanging = False
     """Everything."""
     nvme_hangs = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.files = FakeFiles()
+
+    def _end(self, flight: Any) -> MoveResult:
+        result, move = super()._end(flight), flight.move
+        if move.dest is Tier.NVME:
+            self.files.labels.pop(move.dest_slot, None)
+            if result.status is MoveStatus.DONE and move.label is not None:
+                self.files.labels[move.dest_slot] = move.label
+        return result
 
     def _tick(self) -> list[MoveResult]:
         if not self.nvme_hangs:
@@ -160,6 +233,7 @@ class House:
     placement: Placement
     engine: HangingEngine
     clock: FakeClock
+    prefix_cache: PrefixCache
 
     def write(self, write: Write, cells: Sequence[int]) -> None:
         """Put a row's new tokens in its gpu slot, as the attention layers do: in place, before the commit."""
@@ -256,10 +330,12 @@ def build(
     labels: Labels | None = None,
     past: Past = Past.BLOCKS,
     drops: bool = False,
+    shares: bool = False,
 ) -> House:
     """Tiers of that many slots; 0 leaves a tier out. With the default watermarks nothing moves before it must.
 
-    `drops`: idle blocks that can be computed again are dropped when there is no room.
+    `drops`: idle blocks that can be computed again are dropped when there is no room. `shares`: sealed blocks enter the
+    prefix index.
     """
     slots = {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: nvme}
     pools = {tier: SlotPool(num_slots) for tier, num_slots in slots.items() if num_slots}
@@ -282,6 +358,10 @@ def build(
         return cells[0] is not None and cells[0] == cells[1]
 
     manager = TierManager(placement, block_tokens, same_bytes, past)
+    manager.shares = shares
     if drops:
         placement.droppable = lambda: manager.recomputable
-    return House(manager, placement, engine, clock)
+    files = engine.files if labels is not None and labels.outlives and nvme else None
+    if files is not None:
+        placement.forget_slot = files.forget
+    return House(manager, placement, engine, clock, PrefixCache(placement, block_tokens, files))

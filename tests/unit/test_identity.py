@@ -6,7 +6,6 @@ import struct
 import subprocess
 import sys
 from array import array
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ from hypothesis import strategies as st
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Padding
 from kvtier.identity import DIGEST_BYTES, block_identity, canonical, digest, framed, token_content
-from kvtier.labels import Fingerprint, Labels, Origin, namespace_of
+from kvtier.labels import Fingerprint, Labels, Origin
 from kvtier.recomputable import Past
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, MovePurpose, SequenceId, SlotLabel, Tier
-from tests.small_tiers import Columns, House, build
+from tests.small_tiers import Columns, FakeModel, House, build
 
 # -- encodings --------------------------------------------------------------------------------------------------------
 
@@ -194,26 +193,6 @@ GOLDEN_IDENTITY = "c4f417eead1fc3171c4863a22b927bcc5766c1164abc6a8828dd008c53b29
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
-
-
-class FakeModel:
-    """A model that is a number, and an adapter that is another."""
-
-    def __init__(self) -> None:
-        self.weights, self.adapter, self.plain = 1, 0, True
-        self.num_hashed = 0
-        self.error: Exception | None = None
-
-    def fingerprint(self) -> Fingerprint | None:
-        self.num_hashed += 1
-        if self.error is not None:
-            raise self.error
-        weights = digest("weights", [("", b"%d" % self.weights)])
-        adapters = b"%d" % self.adapter
-        return Fingerprint(weights, namespace_of(weights, adapters, b""), adapters)
-
-    def is_plain(self, arguments: Mapping[str, Any]) -> bool:
-        return self.plain
 
 
 class Clock:

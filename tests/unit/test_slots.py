@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.errors import IntegrityError
 from kvtier.slots import SlotPool
@@ -191,3 +195,98 @@ def test_integrity_sees_a_slot_that_is_free_and_in_use_and_one_that_is_lost() ->
     pool._free.pop()
     with pytest.raises(IntegrityError, match="are not 1 of 3"):
         pool.check_integrity()
+
+
+def test_a_slot_that_is_claimed_is_the_one_and_those_passed_over_stay_free() -> None:
+    pool = SlotPool(8)
+    assert pool.claim(Slot(5))
+    assert (pool.num_used, pool.num_free, pool.peak_used) == (1, 7, 1)
+    assert not pool.claim(Slot(5)), "it is in use"
+    assert pool.claim(Slot(2)), "one that was passed over"
+    pool.check_integrity()
+    assert take(pool, 7) == [0, 1, 3, 4, 6, 7, None]
+    pool.give_back(Slot(5))
+    assert pool.claim(Slot(5)) and not pool.num_free
+    pool.check_integrity()
+
+
+def test_what_is_held_back_can_be_claimed_out_of_its_turn() -> None:
+    pool = SlotPool(6)
+    pool.hold_back([Slot(1), Slot(4), Slot(2)])
+    assert pool.claim(Slot(4))  # 1 and 2 are passed, and stay held back
+    pool.check_integrity()
+    assert pool.claim(Slot(2))
+    pool.check_integrity()
+    assert take(pool, 5) == [0, 3, 5, 1, None]
+    pool.check_integrity()
+
+
+def test_a_slot_that_is_retired_or_beyond_the_ceiling_cannot_be_claimed() -> None:
+    pool = SlotPool(6)
+    assert take(pool, 2) == [0, 1]
+    pool.retire(Slot(1))
+    pool.lower_ceiling(4)
+    for slot in (1, 4, 5, 6, -1, 100):
+        assert not pool.claim(Slot(slot))
+        pool.check_integrity()
+    pool.raise_ceiling(6)
+    assert pool.claim(Slot(5)) and pool.claim(Slot(1))
+    pool.check_integrity()
+    assert take(pool, 4) == [2, 3, 4, None]
+
+
+SLOTS = st.integers(-1, 12)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("take"), st.just(0)),
+    st.tuples(st.sampled_from(["claim", "claim", "give_back", "retire", "lower", "raise"]), SLOTS),
+    st.tuples(st.just("hold_back"), st.lists(SLOTS, max_size=6, unique=True)),
+)
+
+
+@given(st.integers(0, 12), st.lists(OPERATIONS, max_size=40))
+def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[tuple[str, int | list[int]]]) -> None:
+    """Free slots are those below the ceiling that are neither in use nor retired; each of them can be claimed."""
+    pool, used, retired, ceiling = SlotPool(num_slots), set[int](), set[int](), num_slots
+    held: list[int] = []
+    touched = set[int]()  # handed out once
+    for name, value in history:
+        free = set(range(ceiling)) - used - retired
+        match name:
+            case "take":
+                slot = pool.take()
+                ordinary = free - set(held)
+                expected = min(ordinary) if ordinary else next((each for each in held if each in free), None)
+                assert slot == expected
+                if slot is not None:
+                    used.add(slot)
+                    touched.add(slot)
+            case "claim":
+                assert pool.claim(Slot(value)) is (value in free)
+                if value in free:
+                    used.add(value)
+                    touched.add(value)
+            case "give_back" | "retire" if used:
+                slot = sorted(used)[value % len(used)]
+                (pool.give_back if name == "give_back" else pool.retire)(Slot(slot))
+                used.discard(slot)
+                if name == "retire" and slot < ceiling:
+                    retired.add(slot)
+            case "lower":
+                ceiling = min(ceiling, max(0, value))
+                pool.lower_ceiling(value)
+                retired = {slot for slot in retired if slot < ceiling}
+            case "raise":
+                if value >= ceiling:
+                    retired.clear()
+                pool.raise_ceiling(value)
+                ceiling = max(ceiling, min(value, num_slots))
+            case "hold_back":
+                held = [each for each in value if each >= 0]
+                pool.hold_back([Slot(each) for each in held])
+        # What was handed out once, or lay beyond a lowered ceiling, is ordinary.
+        held = [each for each in held if each < ceiling and each not in touched]
+        pool.check_integrity()
+        free = set(range(ceiling)) - used - retired
+        assert (pool.num_used, pool.num_free) == (len(used), len(free))
+    rest = list(itertools.takewhile(lambda slot: slot is not None, iter(pool.take, object())))
+    assert set(rest) == set(range(ceiling)) - used - retired and len(set(rest)) == len(rest)
