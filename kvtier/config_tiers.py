@@ -121,7 +121,8 @@ class NvmeTierConfig(Strict):
     first needed, and kept until close. A percentage is of the disk space that is free when the model is wrapped. 5 %
     of the disk always stays free: a budget that does not fit beside them is one warning and a lower ceiling. 0 means
     no nvme tier; less than one block and about 64 KiB is refused when the model is wrapped. Where files are memory
-    (tmpfs), the tier gets at most half of the cpu budget, and that is taken off the cpu tier."""
+    (tmpfs), the tier gets at most half of the cpu budget, and that is taken off the cpu tier. With a `path`, a 64th is
+    kept for the files of sessions (64 KiB where it is 1 MiB or more)."""
     path: Annotated[Path, BeforeValidator(_folder)] | None = Field(
         default=None, title="the path of a folder, or leave it out for a temporary one"
     )

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.fsck_report import FsckReport, GeometryReport, NamespaceReport, Outcome, Problem, counted
+from kvtier.fsck_report import FsckReport, GeometryReport, NamespaceReport, Outcome, Problem
 from kvtier.fsck_scan import Progress, Scan, ScanSegment, Visit
+from kvtier.fsck_sessions import SessionsCheck
+from kvtier.fsck_words import counted
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder_entries import WRITES_NAME, EntryKind, namespace_name, namespace_of
 from kvtier.stores.folder_view import Entry, FolderView, find_folder
@@ -57,7 +59,7 @@ def check_folder(
     one does the rest.
 
     Cost: one read of everything that was written, past the page cache where the file system can, by 8 threads; `drop`
-    reads the headers twice more. Memory: 5 MiB a thread, and about 500 bytes a namespace.
+    reads the headers twice more. Memory: 5 MiB a thread, about 500 bytes a namespace, 200 a block of sessions.
     """
     started_s = time.monotonic()
     with FolderView(find_folder(path), owned=repair or drop is not None) as view:
@@ -78,6 +80,7 @@ class _Check:
     def __init__(self, view: FolderView, repair: bool, progress: Progress) -> None:
         self._view, self._repair, self._progress = view, repair, progress
         self.report = FsckReport(view.path, view.owner(), repair)
+        self._sessions = SessionsCheck(view, self.report, self._to_remove)
         self._segments: list[ScanSegment] = []
         self._opened_s: dict[bytes, float] = {}
         self._to_mend: list[tuple[str, str, str, Mend]] = []
@@ -102,6 +105,8 @@ class _Check:
                 self._opened_s[namespace_of(entry.name)] = entry.changed_s
             elif entry.kind is EntryKind.SEGMENT:
                 self._look_at_segment(entry)
+            elif entry.kind is EntryKind.SESSION:
+                self._sessions.look(entry.name)
             elif entry.name == WRITES_NAME:
                 self._look_at_writes()
         if not self._view.is_private():
@@ -244,6 +249,7 @@ class _Check:
         is_mended, reason = self._mended(lambda: self._free(segment, slot)) if check.state.is_bad else (False, "")
         with self._lock:
             self.report.add_slot(segment.geometry, check)
+            self._sessions.saw(check)
             if check.state.is_bad:
                 what, why = check.state.value, "; ".join(filter(None, (check.reason, reason)))
                 if check.num_bad_slices:
@@ -272,6 +278,7 @@ class _Check:
             report.notices.append(f"in use by process {report.owner}: what it writes meanwhile may be missing here")
         if report.future_segments or report.slots[SlotState.FUTURE]:
             report.notices.append("segments or slots of a later format version were left: only that can check them")
+        self._sessions.finish()
         self._sweep_namespaces()
         if reason := _try(self._sync):
             report.add_problem(Problem("", "the repairs may not be on the disk", False, reason=reason))

@@ -6,7 +6,6 @@ import enum
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.fsck_session_report import SessionReport, session_table
+from kvtier.fsck_words import ago, counted, iso
 from kvtier.stores.slot_check import SlotCheck, SlotState
 from kvtier.stores.slot_format import Geometry
 
@@ -121,6 +122,8 @@ class FsckReport:
     read_bytes: int = 0
     elapsed_s: float = 0.0
     future_segments: int = 0
+    sessions: list[SessionReport] = field(default_factory=list)
+    future_sessions: int = 0
     dropped_namespace: bytes = b""
     num_dropped: int = 0
     num_swept: int = 0
@@ -151,6 +154,7 @@ class FsckReport:
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON takes it; docs/fsck.md has the fields."""
+        now_s = time.time()
         return {
             "path": str(self.path),
             "status": self.outcome.value,
@@ -163,9 +167,9 @@ class FsckReport:
                     "blocks": each.blocks,
                     "bad_slots": each.num_bad,
                     "bytes": each.num_bytes,
-                    "last_opened": _iso(each.opened_s),
-                    "oldest_written": _iso(each.oldest_s),
-                    "newest_written": _iso(each.newest_s),
+                    "last_opened": iso(each.opened_s),
+                    "oldest_written": iso(each.oldest_s),
+                    "newest_written": iso(each.newest_s),
                 }
                 for namespace, each in sorted(self.namespaces.items())
             ],
@@ -180,6 +184,8 @@ class FsckReport:
                 }
                 for geometry, each in self.geometries.items()
             ],
+            "sessions": [each.document(now_s) for each in self.sessions],
+            "future_sessions": self.future_sessions,
             "future_segments": self.future_segments,
             "problems": [problem.document() for problem in self.problems],
             "num_problems": self.num_problems,
@@ -204,6 +210,8 @@ class FsckReport:
             parts.append(self._namespace_table())
         if self.geometries:
             parts.append(self._geometry_table())
+        if self.sessions:
+            parts += [session_table(self.sessions, _MAX_SHOWN), Text(f"sessions: {len(self.sessions)}")]
         counts = ", ".join(f"{self.slots[state]} {state.value}" for state in SlotState if self.slots[state])
         parts.append(Text(f"slots: {counts or 'none'}"))
         if self.dropped_namespace:
@@ -223,7 +231,7 @@ class FsckReport:
             column.no_wrap = True  # digits that --drop takes must be there in whole
         now_s = time.time()
         for namespace, each in sorted(self.namespaces.items()):
-            times = (_ago(at_s, now_s) for at_s in (each.opened_s, each.oldest_s, each.newest_s))
+            times = (ago(at_s, now_s) for at_s in (each.opened_s, each.oldest_s, each.newest_s))
             short = namespace.hex()[:_SHORT_DIGITS]
             table.add_row(short, str(each.blocks), str(each.num_bad), decimal(each.num_bytes), *times)
         return table
@@ -246,24 +254,3 @@ class FsckReport:
             detail += f"; --repair mends {'all' if self.num_mendable == left else self.num_mendable} of them"
         speed = decimal(int(self.read_bytes / max(self.elapsed_s, 1e-3)))
         return f"{self.outcome.value}: {detail}; {decimal(self.read_bytes)} in {self.elapsed_s:.1f} s ({speed}/s)"
-
-
-def counted(number: int, what: str) -> str:
-    """`1 slot`, `2 slots`."""
-    return f"{number} {what}" + ("" if number == 1 else "s")
-
-
-def _iso(at_s: float | None) -> str | None:
-    return None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
-
-
-def _ago(at_s: float | None, now_s: float) -> str:
-    if at_s is None:
-        return "unknown"
-    past_s = now_s - at_s
-    if past_s < 0:
-        return "in the future"
-    for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if past_s >= 2 * unit_s:
-            return f"{past_s // unit_s:.0f} {unit} ago"
-    return f"{past_s:.0f} s ago"

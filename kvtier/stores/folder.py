@@ -234,9 +234,11 @@ class OwnedFolder:
             if sync:
                 os.fsync(fd)
         finally:
-            if is_session(name):
-                self._session_bytes[name] = os.fstat(fd).st_blocks * 512
-            close_fd(fd)
+            try:
+                if is_session(name):
+                    self._session_bytes[name] = os.fstat(fd).st_blocks * 512
+            finally:
+                close_fd(fd)
 
     def session_files(self) -> list[str]:
         """Names of the sessions' files, those that were not finished included."""

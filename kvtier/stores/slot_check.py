@@ -54,7 +54,7 @@ class SlotCheck:
 
     state: SlotState
     namespace: bytes = b""
-    """Of GOOD and DAMAGED ones: 32 bytes."""
+    """Of GOOD and DAMAGED ones: 32 bytes, as `identity`."""
     written_ns: int = 0
     """Of GOOD and DAMAGED ones, nanoseconds since 1970; as the header says, so anything."""
     bad_slices: tuple[int, ...] = ()
@@ -62,6 +62,7 @@ class SlotCheck:
     num_bad_slices: int = 0
     reason: str = ""
     """The system's word, where something could not be read."""
+    identity: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,8 @@ class SlotReader:
             else ([], 0, "")
         )
         state = SlotState.DAMAGED if num_bad else SlotState.GOOD
-        return SlotCheck(state, namespace, written_ns, tuple(bad), num_bad, reason), seen
+        identity = fields["identity"].tobytes()
+        return SlotCheck(state, namespace, written_ns, tuple(bad), num_bad, reason, identity), seen
 
     def _bad_slices(self, fd: int, start: int, expected: list[int], sizes: list[int]) -> tuple[list[int], int, str]:
         """The slices that differ or cannot be read: the first of them, how many, and the system's word.

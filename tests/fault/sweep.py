@@ -20,9 +20,9 @@ CALLS: list[tuple[Any, str]] = [
     (os, "open"), (os, "close"), (os, "preadv"), (os, "pread"), (os, "pwrite"), (os, "posix_fallocate"),
     (os, "ftruncate"), (os, "fsync"), (os, "fdatasync"), (os, "posix_fadvise"), (os, "stat"), (os, "lstat"),
     (os, "fstat"), (os, "scandir"), (os, "listdir"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"), (os, "rename"),
-    (os, "fchmod"), (os, "utime"), (os, "statvfs"), (fcntl, "flock"), (fcntl, "fcntl"), (segment, "punch_hole"),
+    (os, "fchmod"), (os, "utime"), (os, "statvfs"), (fcntl, "flock"), (fcntl, "fcntl"), (segment, "_change"),
 ]  # fmt: skip
-"""All that the store calls, and `punch_hole`, which is fallocate(2) by ctypes."""
+"""All that the store calls, and `_change`, which is fallocate(2) by ctypes."""
 
 
 def failing(code: int) -> Fault:

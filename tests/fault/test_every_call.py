@@ -1,4 +1,6 @@
-"""A fault at every call index of a scenario: open an earlier process's folder, look up, read, write, forget, close."""
+"""A fault at every call index of a scenario: open an earlier process's folder, look up, read, write, forget, erase,
+save and delete sessions, close.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from kvtier.types import BlockShape, Compression, IoMode, Slot, Survives
 from tests.fault.folders import block, label, open_store, read, served, write
 from tests.fault.sweep import Calls, failing
 from tests.fault.table import Row, report
+from tests.sessions import record
 
 SHAPE = BlockShape(num_layers=2, kv_heads=2, block_tokens=16, key_dim=16, value_dim=16, element_bytes=2)
 OTHER_SHAPE = BlockShape(num_layers=1, kv_heads=2, block_tokens=16, key_dim=16, value_dim=16, element_bytes=2)
-BUDGET_BYTES = 200 << 10
+BUDGET_BYTES = 320 << 10  # with room for four sessions
 OLD = range(6)
 
 
@@ -47,6 +50,8 @@ class Scenario:
         self.right, self.missed, self.wrong = 0, 0, 0
         self.num_errors = 0
         self.written: set[int] = set()
+        self.tokens = {"alice": {40}, "b": {0}, "gone": {50}}
+        """How many the record of each session may have; 0: it may not be there."""
 
     def run(self) -> None:
         store = self.tried(lambda: open_store(self.folder, **self.how))
@@ -58,6 +63,13 @@ class Scenario:
             if self.tried(lambda number=number, slot=slot: write(store, [number], first_slot=slot) or True):
                 self.written.add(number)
         self.tried(lambda: store.forget(Slot(1)) or True)
+        self.tried(lambda: store.erase(Slot(3)) or True)
+        for name, num_tokens in [("alice", 60), ("b", 70), ("alice", 80)]:
+            done = self.tried(lambda name=name, of=num_tokens: store.sessions.save(record(name, of)) or True)
+            self.tokens[name] = {num_tokens} if done else {*self.tokens[name], num_tokens}
+        done = self.tried(lambda: store.sessions.delete(record("gone").key()) or True)
+        self.tokens["gone"] = {0} if done else {0, 50}
+        self.tried(store.sessions.load)
         for number in [0, 2, 5, 10, 12, 20]:
             self.looked_up(store, number)
         self.tried(store.used_bytes)
@@ -95,6 +107,8 @@ def template(folder: Path, **how: Any) -> Path:
     store.close()
     store = open_store(folder, **how)
     write(store, OLD)
+    store.sessions.save(record("alice", 40))
+    store.sessions.save(record("gone", 50))
     store.close()
     return folder
 
@@ -147,6 +161,13 @@ def test_a_call_that_fails_costs_a_miss_or_a_named_error(
         right, _, wrong = served(store, [*OLD, *range(10, 40)])
         counts["wrong"] += len(wrong)
         assert scenario.written <= right | {1}, one.met
+        kept = {each.name: each for each in store.sessions.load()}
+        assert not store.sessions.num_damaged, one.met
+        for name, may_have in scenario.tokens.items():
+            assert (len(kept[name].token_ids) if name in kept else 0) in may_have, (one.met, name)
+            assert name not in kept or kept[name] == record(name, len(kept[name].token_ids))
+        counts["wrong"] += len(set(kept) - set(scenario.tokens))
+        assert store.used_bytes() == allocated_bytes(folder), one.met
         write(store, [50], first_slot=2)
         assert served(store, [50])[0] == {50}
         store.check_integrity()

@@ -43,6 +43,11 @@ class Punch(Write):
 
 
 @dataclass(frozen=True)
+class Erase(Write):
+    """Pages made zero in place, likewise."""
+
+
+@dataclass(frozen=True)
 class Sync:
     """Of one file, or of the folder where the name is empty."""
 
@@ -73,10 +78,10 @@ def record(
     monkeypatch: pytest.MonkeyPatch,
     compression: Compression = Compression.NONE,
 ) -> list[Event]:
-    """What a store does to the disk while it writes, overwrites and forgets blocks."""
+    """What a store does to the disk while it writes, overwrites, forgets and erases blocks."""
     events: list[Event] = []
-    write_real, punch_real, sync_real, create_real, folder_sync_real = (
-        Segment.write, Segment.punch, Segment.sync, OwnedFolder.create, OwnedFolder.sync,
+    write_real, punch_real, erase_real, sync_real, create_real, folder_sync_real = (
+        Segment.write, Segment.punch, Segment.erase, Segment.sync, OwnedFolder.create, OwnedFolder.sync,
     )  # fmt: skip
 
     def creating(self: OwnedFolder, name: str, num_bytes: int, **how: bool) -> Segment:
@@ -86,6 +91,10 @@ def record(
     def punching(self: Segment, offset_bytes: int, num_bytes: int) -> None:
         events.append(Punch(self.path.name, offset_bytes, bytes(num_bytes)))
         punch_real(self, offset_bytes, num_bytes)
+
+    def erasing(self: Segment, offset_bytes: int, num_bytes: int) -> None:
+        events.append(Erase(self.path.name, offset_bytes, bytes(num_bytes)))
+        erase_real(self, offset_bytes, num_bytes)
 
     def writing(self: Segment, offset_bytes: int, data: np.ndarray) -> None:
         events.append(Write(self.path.name, offset_bytes, data.tobytes()))
@@ -103,6 +112,7 @@ def record(
         patch.setattr(OwnedFolder, "create", creating)
         patch.setattr(Segment, "write", writing)
         patch.setattr(Segment, "punch", punching)
+        patch.setattr(Segment, "erase", erasing)
         patch.setattr(Segment, "sync", syncing)
         patch.setattr(OwnedFolder, "sync", folder_syncing)
         store = open_store(folder, BUDGET_BYTES, survives=survives, compression=compression)
@@ -120,6 +130,8 @@ def work(store: NvmeStore, events: list[Event]) -> None:
             store.forget(Slot(slot))
         elif chance.random() < 0.1:
             store.write(Slot(slot), block(number))
+        elif chance.random() < 0.05:
+            store.erase(Slot(slot))
         else:
             write(store, [number], first_slot=slot)
             events.append(Done(slot, number))
@@ -244,6 +256,7 @@ def test_power_loss_serves_nothing_wrong_and_loses_no_block_whose_write_had_retu
 ) -> None:
     events = record(tmp_path / "first", Survives.POWER_LOSS, monkeypatch)
     assert sum(isinstance(event, Write) for event in events) > 250
+    assert sum(isinstance(event, Erase) for event in events) >= 3
     outcome = replay(events, tmp_path / "after", 1000)
     assert outcome.wrong == outcome.lost == 0
     assert outcome.right > 5000

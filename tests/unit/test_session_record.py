@@ -15,7 +15,7 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.block_table import BlockTable
@@ -58,6 +58,7 @@ def signed(body: bytes) -> bytes:
 # --- the format
 
 
+@settings(deadline=None)
 @given(RECORDS)
 def test_a_record_reads_back_as_it_was(kept: SessionRecord) -> None:
     data = encode(kept)
@@ -65,6 +66,7 @@ def test_a_record_reads_back_as_it_was(kept: SessionRecord) -> None:
     assert again == kept and encode(again) == data
 
 
+@settings(deadline=None)
 @given(RECORDS)
 def test_every_flipped_bit_is_seen(kept: SessionRecord) -> None:
     data = bytearray(encode(kept))
@@ -76,6 +78,7 @@ def test_every_flipped_bit_is_seen(kept: SessionRecord) -> None:
     assert decode(bytes(data)) == kept
 
 
+@settings(deadline=None)
 @given(RECORDS, st.binary(min_size=1, max_size=9))
 def test_every_truncation_and_whatever_is_behind_is_seen(kept: SessionRecord, more: bytes) -> None:
     data = encode(kept)
