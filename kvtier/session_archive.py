@@ -81,8 +81,8 @@ async def write_archive_async(
 ) -> int:
     """`write_archive`, byte for byte, without keeping the event loop waiting: but a plain iterable is advanced on it.
 
-    Takes memory for a block or two more. Cancelling waits for the write or flush that is under way; then all is as after
-    any other error, unless the file had just come to its place. It is whole then.
+    Takes memory for a block or two more. Cancelling waits for the write or flush that is under way; then all is as
+    after any other error, unless the file had just come to its place. It is whole then.
     """
     encoder = await _to_end(asyncio.to_thread(ArchiveEncoder, header, compression))
     new = NewFile(path, overwrite=overwrite)
