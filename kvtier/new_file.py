@@ -87,14 +87,15 @@ class NewFile:
 
     def abandon(self) -> None:
         """Remove what is not in its place by now, and let go of everything. Idempotent."""
-        if self._name is not None:
-            with contextlib.suppress(OSError):  # gone when it was renamed
-                os.unlink(self._name, dir_fd=self._folder_fd)
-            self._name = None
-        for fd in (self.fd, self._folder_fd):
-            if fd >= 0:
-                close_fd(fd)
-        self.fd = self._folder_fd = -1
+        try:
+            if self._name is not None:
+                with contextlib.suppress(OSError):  # gone when it was renamed
+                    os.unlink(self._name, dir_fd=self._folder_fd)
+        finally:
+            fds, self.fd, self._folder_fd, self._name = (self.fd, self._folder_fd), -1, -1, None
+            for fd in fds:
+                if fd >= 0:
+                    close_fd(fd)
 
     def __enter__(self) -> Self:
         try:

@@ -57,7 +57,7 @@ def write_archive(
         its place by then: it is whole, and an error says "is written" (its folder could not be flushed). After a
         `kill -9` something may be left beside it, which the next write to `path` removes.
 
-    Cost: one checksum of the bytes and one flush; memory for two blocks, and with zstd two more.
+    Cost: one checksum of the bytes and one flush; memory for two blocks, with zstd for five.
     """
     encoder = ArchiveEncoder(header, compression)
     with NewFile(path, overwrite=overwrite) as file:
@@ -81,8 +81,8 @@ async def write_archive_async(
 ) -> int:
     """`write_archive`, byte for byte, without keeping the event loop waiting: but a plain iterable is advanced on it.
 
-    Cancelling waits for the read, write or flush that is under way; then all is as after any other error, unless the
-    file had just come to its place. It is whole then.
+    Takes memory for a block or two more. Cancelling waits for the write or flush that is under way; then all is as
+    after any other error, unless the file had just come to its place. It is whole then.
     """
     encoder = await _to_end(asyncio.to_thread(ArchiveEncoder, header, compression))
     new = NewFile(path, overwrite=overwrite)
@@ -133,6 +133,7 @@ class ArchiveReader:
         """
         if "\0" in str(self.path):
             raise ArchiveError(f"{str(self.path)!r} is no path: it has a zero byte in it")
+        self.close()
         try:
             with self._naming():
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -156,7 +157,7 @@ class ArchiveReader:
             ArchiveError: this one is damaged or cannot be read; those before it were right.
             ClosedError: the reader was closed.
 
-        Cost: a read and a checksum of each; memory for two blocks, and with zstd two more.
+        Cost: a read and a checksum of each; memory for two blocks, with zstd for four.
         """
         for block in self._opened().blocks():
             layout = self._opened()  # it may have been closed meanwhile
@@ -253,9 +254,11 @@ async def _each(blocks: Iterable[_T] | AsyncIterable[_T]) -> AsyncIterator[_T]:
     if isinstance(blocks, AsyncIterable):
         async for block in blocks:
             yield block
+            del block
     else:
         for block in blocks:
             yield block
+            del block
 
 
 async def _to_end(work: Coroutine[Any, Any, _T]) -> _T:

@@ -326,6 +326,22 @@ def test_absurd_lengths_are_refused_before_memory_is_taken_for_them(tmp_path: Pa
     assert peak_bytes < 300_000  # a file of 800 bytes; opening it takes some of Python's own
 
 
+@pytest.mark.parametrize("changes", [{"num_tokens": MAX_TOKENS + 1}, {"fields_bytes": MAX_FIELDS_BYTES + 1}], ids=str)
+def test_a_file_that_is_long_because_it_has_holes_gets_no_memory(tmp_path: Path, changes: dict[str, int]) -> None:
+    path = tmp_path / "sparse"
+    path.write_bytes(with_preamble(archive(tmp_path), **changes))
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ArchiveError, match="impossible lengths"):
+            ArchiveReader(path).open()
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 300_000
+
+
 def test_an_encoded_block_that_does_not_decode_is_refused_at_its_place(tmp_path: Path) -> None:
     """With a checksum that fits. One frame is of a MiB."""
     of = header(block_bytes=1024)
