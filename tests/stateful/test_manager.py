@@ -17,12 +17,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from kvtier.batch import Batch
@@ -34,6 +32,7 @@ from kvtier.residency import BlockState
 from kvtier.step import NewColumns, RowStep, Step
 from kvtier.types import BlockId, MovePurpose, Tier
 from tests.small_tiers import BROKEN_POLICIES, POLICIES, Everything, House, build, columns
+from tests.stateful.machine import Machine, run
 
 BLOCK_TOKENS = 4
 MAX_BATCHES = 6
@@ -173,7 +172,7 @@ fills = st.builds(
 PLAIN = Fill()
 
 
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(Machine):
     """Every rule is something the wrapper, a finalizer, a full disk or a failing device does."""
 
     house: House
@@ -772,7 +771,7 @@ class ManagerMachine(RuleBasedStateMachine):
             for tier, slot in self.placement.residency[block].copies.items():
                 assert list(self.house.cells(tier, slot)[: len(expected)]) == expected
 
-    def teardown(self) -> None:
+    def check_end(self) -> None:
         if not self.started:
             return
         self.totals["dropped"] += self.placement.metrics.dropped_blocks
@@ -794,9 +793,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
 def test_manager() -> None:
     ManagerMachine.totals.clear()
-    run_state_machine_as_test(
+    run(
         ManagerMachine,
-        settings=settings(
+        settings(
             max_examples=NUM_EXAMPLES,
             stateful_step_count=40,
             phases=PHASES,
