@@ -136,10 +136,12 @@ def test_a_file_size_limit_leaves_what_was_there(tmp_path: Path, write: Any, has
     """A real one: the kernel writes in part first, then fails."""
     path = old_file(tmp_path) if has_old else tmp_path / "alice.kvsession"
     large = header(block_bytes=1 << 16)
+    whole_bytes = write_archive(tmp_path / "whole", large, blocks(large))
+    (tmp_path / "whole").unlink()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     fds = open_fds()
     try:
-        for limit_bytes in (0, 100, 1000, 3 << 15):
+        for limit_bytes in (0, 100, 1000, 3 << 15, whole_bytes - 10):  # at last within the last piece of all
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
             with pytest.raises(ArchiveError, match="make room there") as caught:
                 write(path, large, blocks(large), overwrite=True)
