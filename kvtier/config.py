@@ -9,11 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from kvtier.config_errors import check_shape, explain_all
 from kvtier.config_files import check_nvme_path, parse_yaml, read_source
-from kvtier.config_tiers import CpuTierConfig, GpuTierConfig, NvmeTierConfig, Strict, TiersConfig
+from kvtier.config_tiers import (
+    Budget,
+    CpuTierConfig,
+    GpuTierConfig,
+    NvmeTierConfig,
+    Strict,
+    TiersConfig,
+    in_bytes,
+)
 from kvtier.errors import ConfigError
 from kvtier.size import Size, SizeUnit
 from kvtier.types import AttentionMode, Tier
@@ -95,6 +103,12 @@ class KVTierConfig(Strict):
     tiers, until something else needs the room. Left out, `gathered` does without: found blocks were computed with other
     chunks, and promise tolerance, not bits. Models with layers that are not tiered (windows, linear attention) find
     nothing."""
+    salt_quota: Annotated[Budget, AfterValidator(in_bytes)] | None = Field(
+        default=None, title="a size such as 2GiB, or leave it out for no limit"
+    )
+    """The most that one tenant's salt keeps, so that one cannot take the room of all: of cached blocks on all tiers
+    together, and of blocks in files of `tiers.nvme.path`. At the limit its own oldest blocks that nobody uses go first;
+    those of its running conversations are served as ever, and not kept. Calls without a salt are not limited."""
     on_block_loss: Literal["recompute", "raise"] = Field(default="recompute", title="recompute or raise")
     """What happens when a block cannot be read from its tier: a wrong checksum, an I/O error, a short read, a disk that
     does not answer within `io_timeout_s`. `recompute` computes it again from its tokens and repeats the step, with one

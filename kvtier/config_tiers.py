@@ -34,6 +34,13 @@ def _more_than_nothing(size: Size) -> Size:
     return size
 
 
+def in_bytes(size: Size) -> Size:
+    """Raise ValueError for a percentage, and for nothing."""
+    if size.unit is not SizeUnit.BYTES or not size.amount:
+        raise ValueError("must be more than 0, and not a percentage")
+    return size
+
+
 def _at_least(num_bytes: int) -> Callable[[Size], Size]:
     def check(size: Size) -> Size:
         if (size.unit is SizeUnit.BYTES and size.amount < num_bytes) or not size.amount:
@@ -52,7 +59,7 @@ def _folder(value: object) -> Path:
         raise ValueError(f"cannot be expanded ({error})") from None
 
 
-_Budget = Annotated[Size, PlainValidator(Size.parse), PlainSerializer(str)]
+Budget = Annotated[Size, PlainValidator(Size.parse), PlainSerializer(str)]
 _Rate = Annotated[Rate, PlainValidator(Rate.parse), PlainSerializer(str)]
 _Duration = Annotated[Duration, PlainValidator(Duration.parse), PlainSerializer(str)]
 _Frac = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, title="a fraction above 0, at most 1")]
@@ -87,7 +94,7 @@ class _Watermarks(Strict):
 class GpuTierConfig(_Watermarks):
     """The gpu tier. A percentage is of the device memory that is free once the model is loaded."""
 
-    budget: Annotated[_Budget, AfterValidator(_more_than_nothing)] = Field(
+    budget: Annotated[Budget, AfterValidator(_more_than_nothing)] = Field(
         title=_SIZE_HELP + "30% of the free device memory"
     )
     """Device memory for KV; ordinary memory where the model is not on a CUDA device. Blocks come out of it, and the
@@ -106,7 +113,7 @@ class GpuTierConfig(_Watermarks):
 class CpuTierConfig(_Watermarks):
     """The cpu tier. A percentage is of what the process may use (the cgroup limit), not of the host's RAM."""
 
-    budget: _Budget = Field(title=_SIZE_HELP + "30% of the memory that the process may use")
+    budget: Budget = Field(title=_SIZE_HELP + "30% of the memory that the process may use")
     """Host memory for KV, page-locked where the model is on a CUDA device: all of it is then taken at once. A
     percentage is of the memory that the process may use (its cgroup limit, else the RAM), whether free or not. 0
     means no cpu tier; less than one block is refused when the model is wrapped; more than the process may use, a gpu
@@ -116,7 +123,7 @@ class CpuTierConfig(_Watermarks):
 class NvmeTierConfig(Strict):
     """The nvme tier. A percentage is of the disk space that is free where the folder lies."""
 
-    budget: _Budget = Field(title=_SIZE_HELP + "30% of the free disk space")
+    budget: Budget = Field(title=_SIZE_HELP + "30% of the free disk space")
     """The most that the folder may take on disk, as `du` counts. Space is taken in files of at most 1 GiB when it is
     first needed, and kept until close. A percentage is of the disk space that is free when the model is wrapped. 5 %
     of the disk always stays free: a budget that does not fit beside them is one warning and a lower ceiling. 0 means
@@ -137,7 +144,7 @@ class NvmeTierConfig(Strict):
     less than a second, and takes the faster; with less than 1 GiB of room, on tmpfs and where `direct` would be refused
     it takes `mmap`. `stats()` says what it took and why. `direct` streams with up to 32 threads, as far as the ring has
     room."""
-    page_cache: Annotated[_Budget, AfterValidator(_at_least(MIN_PAGE_CACHE_BYTES))] = Field(
+    page_cache: Annotated[Budget, AfterValidator(_at_least(MIN_PAGE_CACHE_BYTES))] = Field(
         default=Size(256 << 20), title="a size of at least 4MiB, or 1% of the memory that the process may use"
     )
     """The most host memory for the files beside the tiers, at least 4 MiB: page cache with `mmap`, which is written

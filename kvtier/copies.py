@@ -10,6 +10,7 @@ from kvtier.labels import Sealed
 from kvtier.metrics import Metrics
 from kvtier.policy import GuardedPolicy
 from kvtier.prefix import Miss, PrefixIndex
+from kvtier.quota import Quota
 from kvtier.residency import BlockState, ResidencyTable
 from kvtier.slots import SlotPool
 from kvtier.types import BlockId, EvictionPolicy, SequenceId, Slot, Tier
@@ -28,6 +29,8 @@ class Copies:
         self.prefixes = PrefixIndex()
         """Holds each of its blocks once. A block that nobody else holds is *cached*: it is given up when there is no
         other room."""
+        self.quota: Quota | None = None
+        """What one salt may keep; None: as much as there is room for."""
         self.forget_slot: Callable[[Slot], None] | None = None
         """Sees to it that no process finds again what lies in an nvme slot; None where nothing is found there."""
         self._labelled: set[BlockId] = set()
@@ -97,8 +100,14 @@ class Copies:
         refuted = self.prefixes.refuted(record.sealed.label.identity)
         if refuted is not None:
             self.unindex(refuted, Miss.NAMESPACE)
+        if self.quota is not None and not self.quota.admits(self, record.sealed, self._may_go):
+            return
         if self.prefixes.add(block, record.sealed):
             record.holders += 1
+
+    def _may_go(self, block: BlockId) -> bool:
+        is_free = self.is_cached(block) and block not in self.pinned and not any(self.residency[block].pins.values())
+        return is_free and self.prefixes.is_leaf(block)
 
     def unindex(self, block: BlockId, why: Miss) -> None:
         """Take a block out of the prefix index, if it is in; without another holder it goes."""

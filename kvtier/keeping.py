@@ -107,8 +107,7 @@ class Keeper:
         """Start writing a block under its label; whether it was."""
         placement = self._placement
         record = placement.residency[block]
-        assert placement.labels is not None  # or nothing would be kept
-        if placement.labels.label(sealed) is None:
+        if placement.label_of(sealed) is None:
             return False
         if Tier.NVME in record.copies:  # without a label
             if len(record.copies) == 1 or record.pins[Tier.NVME]:

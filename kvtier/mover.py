@@ -24,6 +24,7 @@ from kvtier.types import (
     MoveStatus,
     SequenceId,
     Slot,
+    SlotLabel,
     Tier,
 )
 from kvtier.wear import WriteMeter
@@ -87,7 +88,7 @@ class Mover(TierUse):
         if record.move is not None:
             raise IntegrityError(f"block {block} is moving already")
         sealed = record.sealed if as_ is None else as_
-        label = self.labels.label(sealed) if self.labels is not None and dest is Tier.NVME else None
+        label = self.label_of(sealed) if dest is Tier.NVME else None
         move = Move(self._next_move, block, purpose, source, record.copies[source], dest, dest_slot, label)
         self._next_move += 1
         record.move = move
@@ -102,6 +103,18 @@ class Mover(TierUse):
             self.writes.begin()
         self.engine.start([move])
         return move
+
+    def label_of(self, sealed: Sealed | None) -> SlotLabel | None:
+        """The label that a block is written under now; None: it cannot be found later. As `Labels.label`."""
+        if sealed is None or self.labels is None:
+            return None
+        if self.quota is not None:
+            moves = (*self.moves.values(), *self.hung.moves.values())
+            labels = [move.label for move in moves if move.label is not None]
+            num_writing = sum(label.namespace == sealed.label.namespace for label in labels)
+            if not self.quota.admits_file(self, sealed, num_writing):
+                return None
+        return self.labels.label(sealed)
 
     def commit_arrived(self) -> None:
         """Commit every move that has ended, without waiting."""

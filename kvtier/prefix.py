@@ -56,6 +56,7 @@ class PrefixIndex:
         """How many entries have the block of that identity before them, in the index or not."""
         self._in_namespace: Counter[bytes] = Counter()
         self._of_model: Counter[bytes] = Counter()
+        self._by_salt: dict[bytes, dict[BlockId, None]] = {}
         self._gone: OrderedDict[bytes, Miss] = OrderedDict()
         """Why the last ones went."""
 
@@ -79,6 +80,7 @@ class PrefixIndex:
         self._gone.pop(identity, None)
         self._in_namespace[sealed.label.namespace] += 1
         self._of_model[sealed.origin.fingerprint.model] += 1
+        self._by_salt.setdefault(sealed.origin.salt, {})[block] = None
         if sealed.parent is not None:
             self._children[sealed.parent] += 1
         return True
@@ -91,6 +93,9 @@ class PrefixIndex:
         sealed = self._entries.pop(identity).sealed
         _decrease(self._in_namespace, sealed.label.namespace)
         _decrease(self._of_model, sealed.origin.fingerprint.model)
+        del self._by_salt[sealed.origin.salt][block]
+        if not self._by_salt[sealed.origin.salt]:
+            del self._by_salt[sealed.origin.salt]
         if sealed.parent is not None:
             _decrease(self._children, sealed.parent)
         self.note_gone(identity, why)
@@ -145,6 +150,14 @@ class PrefixIndex:
     def num_of_model(self, model: bytes) -> int:
         """How many blocks of a model are in the index, under whatever salt. `model` is `Fingerprint.model`."""
         return self._of_model[model]
+
+    def num_of_salt(self, salt: bytes) -> int:
+        """How many blocks of a salt are in the index, of whatever model."""
+        return len(self._by_salt.get(salt, ()))
+
+    def of_salt(self, salt: bytes) -> list[BlockId]:
+        """Those blocks, those that came first before others."""
+        return list(self._by_salt.get(salt, ()))
 
     def miss(self, identity: bytes) -> Miss:
         """Why the block of that identity is not to be found."""

@@ -54,8 +54,8 @@ class Files(Protocol):
         """Blocks of an earlier process that can be found."""
         ...
 
-    def has(self, namespace: bytes) -> bool:
-        """Whether any of those, or of this process, is of a namespace."""
+    def num_in(self, namespace: bytes) -> int:
+        """How many of those, and of this process, are of a namespace."""
         ...
 
     def find(self, label: SlotLabel) -> Slot | None:
@@ -175,7 +175,7 @@ class PrefixCache:
         if prefixes.find(label) is not None:
             return Miss.SLOWER  # the tier hangs
         num_in_files = 0 if files is None else files.num_found
-        if prefixes.num_in(label.namespace) or (num_in_files and files is not None and files.has(label.namespace)):
+        if prefixes.num_in(label.namespace) or (num_in_files and files is not None and files.num_in(label.namespace)):
             return prefixes.miss(label.identity)
         if prefixes.num_of_model(origin.fingerprint.model):
             return Miss.SALT

@@ -22,6 +22,7 @@ from kvtier.metrics import Metrics
 from kvtier.placement import Placement, Watermark
 from kvtier.policy import load_eviction, load_prefetch
 from kvtier.prefix_cache import PrefixCache
+from kvtier.quota import Quota
 from kvtier.recomputable import Past
 from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
@@ -144,6 +145,8 @@ class Runtime:
         self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, files)
         if files is not None:
             self.placement.forget_slot = functools.partial(_forget, files)
+        if config.salt_quota is not None and self.labels is not None:
+            self.placement.quota = Quota(int(config.salt_quota.amount) // shape.block_bytes, files)
         if config.on_block_loss == "recompute":
             self.placement.droppable = self._droppable
         ring = None

@@ -341,9 +341,13 @@ class NvmeStore(Store):
         """Blocks of an earlier process that can be found."""
         return self._index.num_found
 
-    def has(self, namespace: bytes) -> bool:
-        """Whether a block of that namespace can be found."""
-        return self._index.has(namespace)
+    def num_in(self, namespace: bytes) -> int:
+        """How many slots of a namespace have a label."""
+        return self._index.num_in(namespace)
+
+    def slots_of(self, namespace: bytes) -> list[Slot]:
+        """Those slots, the oldest first. O(labelled slots)."""
+        return [Slot(slot) for slot in self._index.slots_of(namespace)]
 
     @property
     def num_quarantined(self) -> int:

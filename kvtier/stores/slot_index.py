@@ -149,9 +149,15 @@ class SlotIndex:
             slot = self._slots.get(key)
             return None if slot is None else (slot, self._keys[slot][1])
 
-    def has(self, namespace: bytes) -> bool:
-        """Whether a slot of that namespace can be found."""
-        return self._namespaces[namespace] > 0
+    def num_in(self, namespace: bytes) -> int:
+        """How many slots of that namespace have a label."""
+        return self._namespaces[namespace]
+
+    def slots_of(self, namespace: bytes) -> list[int]:
+        """Those slots, the oldest first. O(labelled slots)."""
+        with self._lock:
+            found = [(number, slot) for slot, (key, number) in self._keys.items() if key.startswith(namespace)]
+        return [slot for _, slot in sorted(found)]
 
     def generation(self, slot: int) -> int | None:
         """Of a slot that is labelled."""
