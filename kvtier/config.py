@@ -35,9 +35,10 @@ class EvictionConfig(Strict):
     gpu: _PolicyName = "lru"
     """The gpu tier's policy."""
     cpu: _PolicyName = "lru"
-    """The cpu tier's policy. It matters only where there is an nvme tier: the last tier drops nothing."""
+    """The cpu tier's policy. It names what goes down to the nvme tier and, on the last tier, which cached blocks
+    of prompts go."""
     nvme: _PolicyName = "lru"
-    """The nvme tier's policy. Loaded and checked, but without effect yet: the last tier drops nothing but copies of
+    """The nvme tier's policy. It names which cached blocks of prompts go when it is full; beside them go copies of
     blocks that a faster tier has too."""
 
     def policy(self, tier: Tier) -> str:

@@ -134,8 +134,8 @@ class NvmeTierConfig(Strict):
         default=None, title="the path of a folder, or leave it out for a temporary one"
     )
     """Where the files lie: in a folder `kv` in this one, made with mode 0700 and owned by one process at a time. `~`
-    is expanded; a relative path starts at the current folder. The files stay after close, and a later process can find
-    the blocks in them that were written with their identity; nothing in TieredKV looks them up yet. Left out: a
+    is expanded; a relative path starts at the current folder. The files stay after close: a later process finds
+    prompts and sessions in them (`prefix_cache`), and whoever can read them can read your prompts. Left out: a
     temporary folder in `~/.cache/kvtier/runs` (or below `$XDG_CACHE_HOME`), removed on close. Give a path to choose the
     disk; the fastest local one is right, a network folder is one warning."""
     io: IoMode = Field(default=IoMode.AUTO, strict=False, title="auto, mmap or direct")
@@ -170,8 +170,8 @@ class NvmeTierConfig(Strict):
     """After what every labelled block whose copy down had ended can still be found. `kill` is the death of the process:
     the order of writes is enough, and nothing is flushed. `power_loss` is the death of the machine: each block waits
     for the disk twice, which makes copies down slower. Whatever is lost, a block that is not whole is never served: it
-    has a checksum. Labelled are full blocks of token ids, but for [some](namespaces.md#when-a-block-gets-a-label);
-    nothing in TieredKV looks them up yet. Without a `path` it does nothing."""
+    has a checksum. Labelled are full blocks of token ids, but for [some](namespaces.md#when-a-block-gets-a-label), and
+    tails of sessions. Without a `path` it does nothing."""
     namespace_ttl: _Duration = Field(default=Duration(14 * 86400), title="a duration such as 14d, 36h or seconds")
     """Blocks of a model, adapter or setting that nobody opened for this long are overwritten before the folder grows;
     younger ones only when the budget is used up, those opened longest ago first. A number is seconds; the units are

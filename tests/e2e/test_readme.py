@@ -29,7 +29,7 @@ def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_each_python_example_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_python_example_runs(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids = torch.randint(1, 200, (1, 40))
     model = tiny("llama")
     names = {
@@ -39,11 +39,16 @@ def test_each_python_example_runs(number: int, capsys: pytest.CaptureFixture[str
         "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         "alice_ids": ids,
         "bob_ids": torch.randint(1, 200, (1, 30)),
+        "folder": str(tmp_path),
+        "system_and_question_ids": torch.cat([ids.repeat(1, 20), ids[:, :10]], dim=1),
+        "system_and_other_question_ids": torch.cat([ids.repeat(1, 20), ids[:, 10:20]], dim=1),
         "next_question_ids": torch.randint(1, 200, (1, 10)),
         "padded_batch": {"input_ids": ids.repeat(2, 1), "attention_mask": torch.ones(2, 40).tril(30)},
     }
     exec(compile(PYTHON[number], f"README python example {number}", "exec"), names)
     assert "forward" not in vars(model), "the example closed its wrapper"
+    if "reused_tokens" in PYTHON[number]:  # two full blocks of the system prompt, by the second call and the session
+        assert "{'gpu': 1536, 'cpu': 0, 'nvme': 0}" in capsys.readouterr().out
     if number == 0:
         assert names["out"].shape == (1, 240)
         assert "nvme_to_gpu" in capsys.readouterr().out
