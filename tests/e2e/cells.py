@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +19,7 @@ from kvtier.hf import VERIFIED_FAMILIES
 from tests.e2e import modes_rows
 from tests.e2e.families import FAMILIES, small_config, tiny
 from tests.e2e.modes import MODES_BY_NAME
-from tests.e2e.sides import (
-    BF16_FACTOR,
-    Side,
-    Verdict,
-    chunking_difference,
-    compare,
-    plain_side,
-    tiered_side,
-    tolerance_of,
-)
+from tests.e2e.sides import Side, Verdict, compare, plain_side, tiered_side, tolerance_for
 from tests.e2e.wide import wide_twin
 
 assert modes_rows  # its import fills MODES_BY_NAME
@@ -109,20 +101,16 @@ def _compare(side: Side, plain: Side, cell: Cell) -> Verdict:
     if cell.attention == "gathered" and MODES_BY_NAME[cell.mode].same_chunks:
         return compare(side, plain, 0.0)
     dtype = DTYPES[cell.dtype]
+    difference = compare(side, plain, math.inf).difference
     try:
-        return compare(side, plain, tolerance_of(cell.family, dtype, quickly=True))
+        return compare(side, plain, tolerance_for(difference, tiny(cell.family, dtype)))
     except AssertionError:
-        if dtype is torch.float32:
+        if dtype is torch.float32 or cell.attention == "gathered":
             raise
-    try:
-        return compare(side, plain, tolerance_of(cell.family, dtype))
-    except AssertionError:
-        if cell.attention == "gathered":
-            raise
-    verdict = compare(
-        side, wide_reference(cell.mode, cell.family), BF16_FACTOR * chunking_difference(wide_twin(cell.family, dtype))
-    )
-    verdict.wide = compare(side, plain, float("inf")).difference
+    wide = wide_reference(cell.mode, cell.family)
+    tolerance = tolerance_for(compare(side, wide, math.inf).difference, wide_twin(cell.family, dtype))
+    verdict = compare(side, wide, tolerance)
+    verdict.wide = difference
     return verdict
 
 

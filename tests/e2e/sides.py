@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from tests.e2e.families import CHUNK, VOCABULARY, plain_forward, tiny, tiny_from, tokens
+from tests.e2e.families import CHUNK, VOCABULARY, assert_close, plain_forward, tiny, tiny_from, tokens
 
 FP32_TOLERANCE = 1e-4
 BF16_FACTOR = 2
@@ -255,28 +256,66 @@ def assistant(family: str, dtype: torch.dtype, good: bool) -> Any:
     return model
 
 
+def tolerance_of(family: str, dtype: torch.dtype) -> float:
+    """1e-4, or in 16 bits so many times what the plain model's logits change with the size of its chunks."""
+    return tolerance_for(math.inf, tiny(family, dtype))
+
+
+def tolerance_for(difference: float, model: Any) -> float:
+    """What says of this difference what the model's whole tolerance says, and is not more than that: in 16 bits few of
+    the texts need be run to know that it is small enough."""
+    if model.dtype == torch.float32:
+        return FP32_TOLERANCE
+    return BF16_FACTOR * _chunkings(model).reach(difference / BF16_FACTOR)
+
+
+def assert_within(ours: torch.Tensor, plain: torch.Tensor, mode: str, model: Any, what: str = "logits") -> None:
+    """`assert_close` with the model's tolerance."""
+    tolerance = 0.0
+    if mode == "blockwise":
+        assert_close(ours, plain, mode, what, math.inf)
+        tolerance = tolerance_for((ours.float() - plain.float()).abs().max().item(), model)
+    assert_close(ours, plain, mode, what, tolerance)
+
+
 @functools.cache
-def tolerance_of(family: str, dtype: torch.dtype, quickly: bool = False) -> float:
-    """1e-4, or in 16 bits so many times what the plain model's logits change with the size of its chunks.
-
-    Args:
-        quickly: not more than that, in a fraction of the time.
-    """
-    return FP32_TOLERANCE if dtype == torch.float32 else BF16_FACTOR * chunking_difference(tiny(family, dtype), quickly)
+def _chunkings(model: Any) -> _Chunkings:
+    return _Chunkings(model)
 
 
-@functools.cache
-def chunking_difference(model: Any, quickly: bool = False) -> float:
-    """The most that a logit of the plain model changes with the size of its chunks, over several texts and sizes."""
-    # As rows of a batch: each gets the bits that it gets alone.
-    ids = torch.cat([tokens(380, seed) for seed in range(CHUNKED_TEXTS)])
-    runs = [plain_forward(model, ids, chunk=chunk).float() for chunk in (CHUNK, 7, ids.shape[1])]
-    most = max((a - b).abs().max().item() for a, b in itertools.combinations(runs, 2))
-    if not quickly:
-        for row in range(SINGLE_TEXTS):  # token by token, as an answer is made, which in a batch is another kernel
-            single = plain_forward(model, ids[row : row + 1], chunk=1).float()
-            most = max(most, *((single - run[row]).abs().max().item() for run in runs))
-    return most
+class _Chunkings:
+    """The plain model's logits, of several texts in chunks of several sizes, as far as anybody has asked."""
+
+    STRIDE = 19
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._most = model, 0.0
+        # As rows of a batch: each gets the bits that it gets alone.
+        self._ids = torch.cat([tokens(380, seed) for seed in range(CHUNKED_TEXTS)])
+        self._runs: list[torch.Tensor] = []
+        self._changes = itertools.chain(self._in_chunks(), self._token_by_token())
+
+    def reach(self, difference: float) -> float:
+        """The most that a logit was seen to change; all texts are run unless it comes to `difference` before."""
+        while self._most < difference and (more := next(self._changes, None)) is not None:
+            self._most = max(self._most, more)
+        return self._most
+
+    def _in_chunks(self) -> Iterator[float]:
+        """The shortest last: they take the most time."""
+        for chunk in (self._ids.shape[1], CHUNK, 7):
+            run = plain_forward(self._model, self._ids, chunk=chunk).float()
+            yield max(((run - other).abs().max().item() for other in self._runs), default=0.0)
+            self._runs.append(run)
+
+    def _token_by_token(self) -> Iterator[float]:
+        """As an answer is made, which in a batch is another kernel."""
+        for row in range(SINGLE_TEXTS):
+            cache = DynamicCache(config=self._model.config)
+            for start in range(0, self._ids.shape[1], self.STRIDE):
+                part = slice(start, start + self.STRIDE)
+                single = plain_forward(self._model, self._ids[row : row + 1, part], cache, chunk=1).float()
+                yield max((single - run[row, part]).abs().max().item() for run in self._runs)
 
 
 def other_rows(count: int, length: int, seed: int) -> torch.Tensor:

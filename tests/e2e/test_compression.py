@@ -14,7 +14,6 @@ from tests.e2e.families import (
     CHUNK,
     GREEDY,
     MODES,
-    assert_close,
     assert_same,
     plain_forward,
     plain_turns,
@@ -22,7 +21,7 @@ from tests.e2e.families import (
     tiny,
     tokens,
 )
-from tests.e2e.sides import tolerance_of
+from tests.e2e.sides import assert_within
 from tests.e2e.test_exact import assert_budgets, assert_came_back_from_nvme
 
 both_modes = pytest.mark.parametrize("mode", MODES)
@@ -64,17 +63,16 @@ def test_three_turns(path: str, mode: str, tmp_path: Path, monkeypatch: pytest.M
 def test_three_turns_of_16_bits(mode: str, tmp_path: Path) -> None:
     """gathered: the plain model's bits. blockwise: within what test_exact allows without compression."""
     model = tiny("llama", torch.bfloat16)
-    tolerance = tolerance_of("llama", torch.bfloat16)
     with TieredKV(model, compressed(model, tmp_path, mode)) as tiered:
         cache, plain_cache = tiered.new_cache(), DynamicCache(config=model.config)
         for turn, more in enumerate((tokens(300), tokens(40, 50), tokens(40, 51))):  # as in test_exact
             for ids in more.split(CHUNK, dim=1):
                 expected = plain_forward(model, ids, plain_cache)
-                assert_close(tiered(ids, cache=cache).logits, expected, mode, f"turn {turn}", tolerance)
+                assert_within(tiered(ids, cache=cache).logits, expected, mode, model, f"turn {turn}")
             for number in range(8):
                 ids = tokens(1, number)
                 expected = plain_forward(model, ids, plain_cache)
-                assert_close(tiered(ids, cache=cache).logits, expected, mode, f"turn {turn}", tolerance)
+                assert_within(tiered(ids, cache=cache).logits, expected, mode, model, f"turn {turn}")
             assert_budgets(tiered)
         assert_came_back_from_nvme(tiered, cache)
         assert_compressed(tiered)
