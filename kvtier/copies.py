@@ -189,6 +189,8 @@ class Copies:
         record.holders -= 1
         if record.holders < 0:
             raise IntegrityError(f"block {block} was released too often")
+        if self.is_cached(block):
+            self.running_blocks.discard(block)  # a row that runs was cropped, or has appended to a copy of it
         if record.holders == 0:
             self.running_blocks.discard(block)
             if record.move is None:

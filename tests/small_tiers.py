@@ -191,6 +191,13 @@ class HangingEngine(FakeEngine):
                 self.files.labels[move.dest_slot] = move.label
         return result
 
+    def withdraw(self, move_ids: Sequence[int]) -> list[MoveResult]:
+        results = super().withdraw(move_ids)
+        for result in results:  # here, unlike on a disk, the slot holds garbage since the move was started
+            if result.move.dest is Tier.NVME:
+                self.files.forget(result.move.dest_slot)
+        return results
+
     def _tick(self) -> list[MoveResult]:
         if not self.nvme_hangs:
             return super()._tick()

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +27,15 @@ from hypothesis.stateful import (
 from kvtier.batch import Batch
 from kvtier.block_table import Made, Span
 from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError
+from kvtier.labels import Labels, Origin, Sealed
 from kvtier.losses import Compute, Losses
+from kvtier.prefix import Miss
 from kvtier.recomputable import Past
 from kvtier.residency import BlockState
+from kvtier.sequences import Beginning
 from kvtier.step import NewColumns, RowStep, Step
 from kvtier.types import BlockId, MovePurpose, Tier
-from tests.small_tiers import BROKEN_POLICIES, POLICIES, Everything, House, build, columns
+from tests.small_tiers import BROKEN_POLICIES, POLICIES, Everything, FakeModel, House, build, columns
 from tests.stateful.machine import Machine, run
 
 BLOCK_TOKENS = 4
@@ -46,6 +50,9 @@ EXPECTED = (CapacityError, BlockLostError, TransferTimeoutError)
 def span_made(span: Span) -> Made:
     return Made.COUNTED if span.positions is None else Made.PLACED
 
+
+SALTS = (b"", b"", b"", b"another")
+MAX_PROMPTS = 8
 
 indexes = st.integers(0, 1 << 16)
 counts = st.integers(1, 3 * BLOCK_TOKENS)
@@ -172,6 +179,33 @@ fills = st.builds(
 PLAIN = Fill()
 
 
+class NotingLabels(Labels):
+    """Labels that remember what every identity stands for."""
+
+    def __init__(self, outlives: bool) -> None:
+        super().__init__(FakeModel(), lambda: 0.0, outlives=outlives)
+        self.meanings: dict[bytes, tuple[bytes | None, bytes]] = {}
+        """By identity, that of the block before it and its content."""
+
+    def seal(self, origin: Origin, parent: Sealed | None, content: bytes, *, is_first: bool) -> Sealed | None:
+        sealed = super().seal(origin, parent, content, is_first=is_first)
+        if sealed is not None:
+            self.meanings[sealed.label.identity] = sealed.parent, content
+        return sealed
+
+
+def tokens_of(content: bytes) -> list[tuple[int, int]]:
+    """Ids and positions that `token_content` encoded."""
+    parts = []
+    while content:
+        length = int.from_bytes(content[:8], "little")
+        parts.append(content[8 : 8 + length])
+        content = content[8 + length :]
+    ids, runs = array("i", parts[1]), array("i", parts[3])
+    positions = [first + each for first, count in zip(runs[::2], runs[1::2], strict=True) for each in range(count)]
+    return list(zip(ids, positions, strict=True))
+
+
 class ManagerMachine(Machine):
     """Every rule is something the wrapper, a finalizer, a full disk or a failing device does."""
 
@@ -186,6 +220,9 @@ class ManagerMachine(Machine):
         self.cells: dict[tuple[int, int, int, int], int] = {}
         self.started = False
         self.last: ModelBatch | None = None  # whose step was the last: another one's step makes it idle
+        self.labels: NotingLabels | None = None  # blocks are shared by those who have the same tokens
+        self.prompts: list[list[int]] = []
+        """Ids that rows have begun with."""
 
     @initialize(
         gpu=st.integers(2, 8),
@@ -199,6 +236,7 @@ class ManagerMachine(Machine):
         num_spare=st.integers(0, 6),
         drops=st.booleans(),
         past=st.sampled_from(Past),
+        sharing=st.sampled_from(["none", "none", "none", "process", "files", "files"]),
     )
     def fill_every_tier(
         self,
@@ -213,12 +251,16 @@ class ManagerMachine(Machine):
         num_spare: int,
         drops: bool,
         past: Past,
+        sharing: str,
     ) -> None:
         known = POLICIES | BROKEN_POLICIES
         policies = {tier: known[name]() for tier, name in zip(Tier, policy_names, strict=True)}
         self.good_policies = {tier for tier, name in zip(Tier, policy_names, strict=True) if name in POLICIES}
+        shares = sharing != "none"
+        past = Past.BLOCKS if shares else past  # where layers need more than blocks, none are shared
+        self.labels = NotingLabels(sharing == "files") if shares else None
         self.house = build(
-            gpu, cpu, nvme, block_tokens=BLOCK_TOKENS, policies=policies,
+            gpu, cpu, nvme, block_tokens=BLOCK_TOKENS, policies=policies, labels=self.labels, shares=shares,
             high_frac=marks[0], low_frac=marks[1], seed=seed, max_delay=max_delay, drops=drops, past=past,
         )  # fmt: skip
         self.manager, self.placement, self.engine = self.house.manager, self.house.placement, self.house.engine
@@ -277,10 +319,14 @@ class ManagerMachine(Machine):
             token_id = base[column] if fill.same_ids else next(self.token_ids)
             place = len(row.columns) + column if fill.by_column else position
             known = next(self.token_ids) if fill.embeds else token_id
-            past = self.cells.setdefault((past, num_pads, known, place), len(self.cells) + 1)
+            past = self.cells.setdefault(self.key(past, num_pads, known, place), len(self.cells) + 1)
             new.append(Token(None if fill.embeds else token_id, place, past))
             position, num_pads = position + 1, 0
         return new
+
+    def key(self, past: int, num_pads: int, token_id: int, position: int) -> tuple[int, int, int, int]:
+        """What K and V of a token depend on. Where blocks are shared, no layer is told of padding."""
+        return past, num_pads if self.labels is None else 0, token_id, position
 
     def begin(self, batch: ModelBatch, new: list[list[Token | None]], fill: Fill) -> Step | None:
         """A step, or None when there was no room, a loss or a hang: then the batch must be as before."""
@@ -357,7 +403,7 @@ class ManagerMachine(Machine):
                 num_pads = next((i for i in range(column) if span.mask[column - 1 - i]), column)
                 if span.positions is not None:
                     position = span.positions[column - num_held]
-                key = (cells[-1] if cells else 0, num_pads, span.ids[column - num_held], position)
+                key = self.key(cells[-1] if cells else 0, num_pads, span.ids[column - num_held], position)
                 cells.append(self.cells[key])
                 ids.append(span.ids[column - num_held])
                 position += 1
@@ -410,14 +456,18 @@ class ManagerMachine(Machine):
             return
         residency, lower = self.placement.residency, [t for t in self.placement.pools if t is not Tier.GPU]
         pinned = {block for block, _ in self.pins}
+        places = [Tier.GPU, *(tier for tier in lower if self.placement.takes(tier))]
         for row, table, num_new in zip(batch.rows, batch.batch.tables, counts, strict=True):
             if row.tail_tokens and not (num_new and self.copies_tail(row)):
                 pinned.add(table.blocks[-1])
         movable = {block for block in self.free_to_go(Tier.GPU) if block not in pinned}
         if not movable:
             return
+        cached = {block for tier in places for block in self.free_to_go(tier) if self.placement.is_cached(block)}
+        assert all(any(self.is_held(block, tier) for tier in Tier) for block in cached), [
+            (block, residency[block], block in self.placement.running_blocks, block in movable) for block in cached
+        ]
         if self.placement.droppable is not None:
-            places = [Tier.GPU, *(tier for tier in lower if self.placement.takes(tier))]
             idle = {block for tier in places for block in self.free_to_go(tier)} - pinned
             idle -= self.placement.running_blocks
             assert min(len(movable), sum(b in self.manager.recomputable for b in idle)) < needed
@@ -428,6 +478,11 @@ class ManagerMachine(Machine):
         for tier in lower:
             assert self.placement.pools[tier].num_free == 0 or not self.placement.takes(tier)
             assert not self.placement.takes(tier) or not set(residency.redundant[tier]) & self.free_to_go(tier) - pinned
+
+    def is_held(self, block: BlockId, tier: Tier) -> bool:
+        """Whether a move that hangs uses the block's slot."""
+        slot = self.placement.residency[block].copies.get(tier)
+        return slot is not None and self.placement.is_held(tier, slot)
 
     def free_to_go(self, tier: Tier) -> set[BlockId]:
         """Blocks of a tier that no move uses which hangs."""
@@ -523,7 +578,89 @@ class ManagerMachine(Machine):
     @rule(num_rows=row_counts)
     def new_batch(self, num_rows: int) -> None:
         if self.has_room_for(num_rows):
-            self.batches.append(ModelBatch(self.manager.new_batch(num_rows), [ModelRow() for _ in range(num_rows)]))
+            batch = ModelBatch(self.manager.new_batch(num_rows), [ModelRow() for _ in range(num_rows)])
+            batch.batch.origin = self.origin(len(self.batches))
+            self.batches.append(batch)
+
+    def origin(self, number: int) -> Origin | None:
+        """Whose KV a new batch's is."""
+        return None if self.labels is None else self.labels.origin(1, b"modules", SALTS[number % len(SALTS)])
+
+    @precondition(lambda self: self.labels is not None and (self.batches or self.prompts))
+    @rule(
+        rows=st.lists(st.tuples(indexes, indexes), min_size=1, max_size=3),
+        salt=st.integers(0, len(SALTS) - 1),
+        num_steps=st.integers(0, 3),
+        own=st.lists(st.integers(1, 2), max_size=3),
+    )
+    def begin_with_what_is_found(self, rows: list[tuple[int, int]], salt: int, num_steps: int, own: list[int]) -> None:
+        """Prompts that other rows have begun with come again, as the rows of a padded batch."""
+        known = [list(ids) for ids in self.prompts] + [ids for row in self.rows() if (ids := self.counted_ids(row))]
+        if not self.has_room_for(len(rows)) and self.batches:
+            self.drop(salt, by_finalizer=False)
+        if not known or not self.has_room_for(len(rows)):
+            return
+        prompts = [known[which % len(known)] for which, _ in rows]
+        prompts = [ids[: max(1, len(ids) - cut % 8)] + own for ids, (_, cut) in zip(prompts, rows, strict=True)]
+        origin, batch = self.origin(salt), self.manager.new_batch(len(rows))
+        assert origin is not None
+        batch.origin = origin
+        self.placement.commit_arrived()
+        total = max(map(len, prompts))
+        begins = []
+        for ids, table in zip(prompts, batch.tables, strict=True):
+            match = self.house.prefix_cache.match(origin, ids, table.sequence)
+            self.check_match(match.blocks, ids, match.miss)
+            begins.append(Beginning(total - len(ids), ids[: BLOCK_TOKENS * len(match.blocks)], match.blocks))
+        length = min(total - 1, *(each.padding + len(each.token_ids) for each in begins))
+        model = ModelBatch(batch, [ModelRow() for _ in rows])
+        if any(each.padding < length for each in begins):
+            self.manager.attach(batch, begins, length)
+            self.totals["attached"] += sum(len(table.blocks) for table in batch.tables)
+        else:
+            length = 0
+        whole = [[None] * (total - len(ids)) + self.of_ids(ids) for ids in prompts]
+        known_blocks = {
+            block: model_block
+            for other in self.batches
+            for row, table in zip(other.rows, other.batch.tables, strict=True)
+            for block, model_block in zip(table.blocks, row.blocks, strict=True)
+        }
+        for row, table, tokens in zip(model.rows, batch.tables, whole, strict=True):
+            row.columns = tokens[:length]
+            row.blocks = [known_blocks.setdefault(block, ModelBlock(True)) for block in table.blocks]
+            assert all(block.sealed for block in row.blocks)
+        self.batches.append(model)
+        for _ in range(num_steps):
+            num_new = min(total - model.length, self.manager.max_new_tokens(batch), 2 * BLOCK_TOKENS)
+            if num_new < 1:
+                break
+            new = [tokens[model.length : model.length + num_new] for tokens in whole]
+            step = self.begin(model, new, PLAIN)
+            if step is None:
+                break
+            self.write_and_commit(model, step, new)
+
+    def counted_ids(self, row: ModelRow) -> list[int]:
+        """The ids of a row up to the first token that is unknown or placed elsewhere."""
+        tokens = enumerate(row.tokens)
+        good = itertools.takewhile(lambda each: each[1].token_id is not None and each[1].position == each[0], tokens)
+        return [token.token_id for _, token in good if token.token_id is not None]
+
+    def of_ids(self, ids: list[int]) -> list[Token | None]:
+        tokens: list[Token | None] = []
+        past = 0
+        for position, token_id in enumerate(ids):
+            past = self.cells.setdefault(self.key(past, 0, token_id, position), len(self.cells) + 1)
+            tokens.append(Token(token_id, position, past))
+        return tokens
+
+    def check_match(self, blocks: tuple[BlockId, ...], ids: list[int], miss: Miss | None) -> None:
+        """What is found is what these tokens give, sealed and held by the index."""
+        cells = [token.cell for token in self.of_ids(ids) if token is not None]
+        assert len(blocks) <= len(ids) // BLOCK_TOKENS and (miss is None) <= (len(blocks) == len(ids) // BLOCK_TOKENS)
+        assert all(block in self.placement.prefixes for block in blocks)
+        self.check_every_copy(list(blocks), cells)
 
     @precondition(lambda self: self.batches)
     @rule(index=indexes, steps=st.lists(st.tuples(st.booleans(), st.integers(1, BLOCK_TOKENS), fills), max_size=3))
@@ -619,6 +756,8 @@ class ManagerMachine(Machine):
     def drop(self, index: int, by_finalizer: bool) -> None:
         self.unpin_all()
         batch = self.batches.pop(index % len(self.batches))
+        if self.labels is not None:
+            self.prompts = [*self.prompts, *filter(None, map(self.counted_ids, batch.rows))][-MAX_PROMPTS:]
         self.last = None if self.last is batch else self.last
         if by_finalizer:
             self.manager.dropped.append(batch.batch)
@@ -656,7 +795,7 @@ class ManagerMachine(Machine):
         residency = self.placement.residency
         tails = {table.tail for batch in self.batches for table in batch.batch.tables}
         blocks = [block for block in residency.blocks() if residency[block].holders and block not in tails]
-        blocks = [block for block in blocks if residency[block].copies]
+        blocks = [block for block in blocks if residency[block].copies and not self.placement.is_cached(block)]
         if self.pins or not blocks:
             self.unpin_all()
             return
@@ -752,12 +891,44 @@ class ManagerMachine(Machine):
                     assert (residency[block].state is BlockState.SEALED) is model_block.sealed
                 self.check_every_copy(table.blocks, cells)
         assert len(set(ids.values())) == len(ids)
-        assert {block for block in residency.blocks() if residency[block].holders} == set(ids.values())
+        held = {block for block in residency.blocks() if residency[block].holders}
+        assert {block for block in held if not self.placement.is_cached(block)} == set(ids.values())
+        self.check_index()
         self.check_pins()
         for tier in self.good_policies & set(self.placement.policies):
             believed = set(self.placement.policies[tier].victims(10_000, Everything()))
             assert believed == {block for block in residency.blocks() if tier in residency[block].copies}
         assert len(self.manager.tables) == len(self.placement.sequence_metrics) == len(self.rows())
+
+    def check_index(self) -> None:
+        """What may be found is final, and is what its tokens give: nobody has written there since."""
+        prefixes, residency = self.placement.prefixes, self.placement.residency
+        assert not len(prefixes) or self.labels is not None
+        for block in prefixes.blocks():
+            sealed, record = prefixes.sealed(block), residency[block]
+            assert record.state is BlockState.SEALED and sealed is not None and record.sealed is sealed
+            expected = self.cells_of(sealed.label.identity)[-BLOCK_TOKENS:]
+            for tier, slot in record.copies.items():
+                assert list(self.house.cells(tier, slot)) == expected
+        for slot, label in self.engine.files.labels.items():
+            if self.engine.uses(Tier.NVME, slot) and slot not in self.readable_slots():
+                continue  # a move is going to write there: nobody else gets the slot
+            assert list(self.house.cells(Tier.NVME, slot)) == self.cells_of(label.identity)[-BLOCK_TOKENS:]
+
+    def readable_slots(self) -> set[int]:
+        """Of nvme: those that blocks own."""
+        residency = self.placement.residency
+        slots = (residency[block].copies.get(Tier.NVME) for block in residency.blocks())
+        return {slot for slot in slots if slot is not None}
+
+    def cells_of(self, identity: bytes) -> list[int]:
+        """What the block of that identity and all before it hold."""
+        assert self.labels is not None
+        parent, content = self.labels.meanings[identity]
+        cells = [] if parent is None else self.cells_of(parent)
+        for token_id, position in tokens_of(content):
+            cells.append(self.cells[self.key(cells[-1] if cells else 0, 0, token_id, position)])
+        return cells
 
     def check_pins(self) -> None:
         residency = self.placement.residency
@@ -783,6 +954,8 @@ class ManagerMachine(Machine):
         self.house.drain()
         self.manager.poll()
         self.manager.check_integrity()
+        self.house.drain()  # of cached blocks that are copied down
+        self.evict_all()
         assert self.house.used() == dict.fromkeys(self.house.used(), 0)
         assert all(pool.num_free == pool.ceiling for pool in self.placement.pools.values())
         assert not self.manager.residency_len
@@ -790,7 +963,27 @@ class ManagerMachine(Machine):
         assert not self.placement.running_blocks
         assert not self.engine.in_flight()
 
+    def evict_all(self) -> None:
+        """Only cached blocks are left, and each goes after those that continue it."""
+        placement, unindex = self.placement, self.placement.unindex
 
+        def checked(block: BlockId, why: Miss) -> None:
+            assert placement.prefixes.is_leaf(block) and placement.is_cached(block)
+            unindex(block, why)
+
+        placement.unindex = checked  # type: ignore[method-assign]
+        self.totals["cached"] += len(placement.prefixes)
+        while any(placement.evict_cached(tier, 2) for tier in placement.pools):
+            self.manager.check_integrity()
+        named = all(tier in self.good_policies for tier in placement.pools)
+        lost = [block for block in placement.prefixes.blocks() if not placement.residency[block].copies]
+        assert not named or not placement.prefixes.blocks() or lost
+        placement.unindex = unindex  # type: ignore[method-assign]
+        for block in placement.prefixes.blocks():  # a policy that is not finished names none
+            placement.unindex(block, Miss.EVICTED)
+
+
+@pytest.mark.timeout(600)
 def test_manager() -> None:
     ManagerMachine.totals.clear()
     run(
@@ -806,4 +999,5 @@ def test_manager() -> None:
         ),
     )
     totals = ManagerMachine.totals
+    assert totals["attached"] > NUM_EXAMPLES and totals["cached"] > NUM_EXAMPLES / 2, totals
     assert totals["dropped"] > NUM_EXAMPLES / 2 and totals["recomputed"] > NUM_EXAMPLES / 4, totals

@@ -372,6 +372,22 @@ def test_a_cached_head_goes_when_what_continues_it_is_held_by_others() -> None:
     assert sharing.house.read(second) == ALL[:16]
 
 
+@pytest.mark.parametrize("by_crop", [True, False])
+def test_what_a_running_row_no_longer_holds_can_be_evicted(by_crop: bool) -> None:
+    """Found wrong: a block that a running row was cropped out of, or had copied, counted as its own for ever."""
+    sharing = Sharing(gpu=4, cpu=0, nvme=0)
+    blocks = sharing.cached(ALL[:12])
+    row = sharing.begin(ALL[:12])
+    sharing.manager.enter(row)
+    if by_crop:
+        sharing.manager.truncate(row, 8)
+    sharing.house.append(row, [1])
+    assert sharing.placement.is_cached(blocks[2])
+    sharing.house.append(row, [2, 3, 4, 5])
+    assert sharing.house.read(row)[-5:] == [1, 2, 3, 4, 5] and sharing.house.used()["gpu"] == 4
+    sharing.manager.leave(row)
+
+
 @pytest.mark.parametrize("name", BROKEN_POLICIES)
 def test_a_policy_that_names_nothing_keeps_no_cached_block(name: str) -> None:
     """Found wrong: with one, a step was refused beside blocks that nobody held."""
