@@ -49,6 +49,7 @@ STORE_TESTS = (
 IO_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_io.py")
 RING_TESTS = ("tests/unit/test_ring.py",)
 SPARSE_TESTS = ("tests/fault/test_compression.py",)
+SESSION_TESTS = ("tests/unit/test_session_record.py", "tests/fault/test_session_files.py")
 TENSOR_TESTS = ("tests/property/test_attention.py", "tests/property/test_open_step.py")
 
 # Loaded by pytest in the copy: whatever the editable install points to, the mutated file must be what is tested. A
@@ -84,6 +85,8 @@ class Mutant:
             return IO_TESTS
         if self.file in (SPARSE, PAYLOAD):
             return SPARSE_TESTS
+        if self.file in (RECORD, SESSION_FILES):
+            return SESSION_TESTS
         return STORE_TESTS if self.file.startswith("kvtier/stores/") else CORE_TESTS
 
     @property
@@ -94,6 +97,7 @@ class Mutant:
 SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
     f"kvtier/{name}.py" for name in ("sequences", "step", "attention", "open_step")
 )
+RECORD, SESSION_FILES = "kvtier/session_record.py", "kvtier/stores/session_files.py"
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 COPIES, USE, HUNG = "kvtier/copies.py", "kvtier/tier_use.py", "kvtier/hung_moves.py"
@@ -625,8 +629,8 @@ MUTANTS = [
     Mutant(
         "nvme header before its block is on the medium",
         HEADERS,
-        "        if self._syncs:\n            segment.sync()\n        self._index.header_begun(slot)",
-        "        self._index.header_begun(slot)",
+        "        if self._syncs:\n            segment.sync()\n        self._index.header_begun(slot,",
+        "        self._index.header_begun(slot,",
     ),
     Mutant("nvme header believed without its checksum", FORMAT, "len(rows)) == stored)", "len(rows)) >= 0)"),
     Mutant("nvme absurd content believed", FORMAT, '& (fields["content_bytes"] <= self.max_content_bytes)', ""),
@@ -773,6 +777,23 @@ MUTANTS = [
         USE,
         "result.status is MoveStatus.NO_SPACE and result.retires_slot",
         "result.status is None and result.retires_slot",
+    ),
+    # sessions on disk
+    Mutant("a session believed without its checksum", RECORD, "if data[-CHECKSUM_BYTES:] != _checksum(body):", "if 0:"),
+    Mutant("a part of a session longer than what is left", RECORD, "if length > len(rest):", "if length < 0:"),
+    Mutant("bytes behind a session's fields", RECORD, "    if data:\n", "    if not _FIELDS:\n"),
+    Mutant("a pinned session expires", RECORD, "return not self.is_pinned and", "return"),
+    Mutant("a session of two salts", RECORD, '[("salt", salt), ("name",', '[("salt", b""), ("name",'),
+    Mutant(
+        "sessions beyond their part of the budget", SESSION_FILES, "wanted_bytes > self.room_bytes", "wanted_bytes < 0"
+    ),
+    Mutant("another's session by file name", SESSION_FILES, "if session_name(record.key()) != name:", "if not name:"),
+    Mutant("a session open to others", SESSION_FILES, "if stat.S_IMODE(status.st_mode) & 0o077:", "if 0:"),
+    Mutant(
+        "what was not finished stays",
+        SESSION_FILES,
+        "                    folder.unlink(name)\n",
+        "                    pass\n",
     ),
     Mutant("gpu values over keys", GPU, "offset_bytes + shape.key_bytes,", "offset_bytes,"),
     Mutant(

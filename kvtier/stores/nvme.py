@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -274,6 +274,15 @@ class NvmeStore(Store):
             self._namespaces.touch(namespace)  # here: its bookkeeping is one thread's
         with ThreadPoolExecutor(min(_FIND_THREADS, len(labels)), thread_name_prefix="kvtier-find") as pool:
             return list(pool.map(self.find, labels))
+
+    def copies(self, labels: Iterable[SlotLabel]) -> list[Slot]:
+        """All slots in which a later process could find one of these blocks: what to erase, to be rid of them.
+
+        More than `find` gives: a block that was written again has older copies, one of which is found once the newest
+        is gone. Some of the slots may hold what is in use. O(slots). Raises: ClosedError.
+        """
+        self._check_open()
+        return [Slot(slot) for slot in self._index.copies({label.namespace + label.identity for label in labels})]
 
     def found(self) -> Mapping[int, FoundSlot]:
         """What the open found and nobody has overwritten or forgotten since, by slot; O(slots). Raises ClosedError."""

@@ -44,7 +44,7 @@ class SlotHeaders:
         header = self._geometry.header(label, generation, time.time_ns(), payload)
         if self._syncs:
             segment.sync()
-        self._index.header_begun(slot)
+        self._index.header_begun(slot, label.namespace + label.identity)
         segment.write(start, header)
         if self._syncs:
             segment.sync()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,7 @@ class SlotIndex:
         self._namespaces: Counter[bytes] = Counter()  # of all keys
         self._found: set[int] = set()  # by the open, and not written or forgotten since
         self._on_disk: set[int] = set()  # slots whose header may have something in it
+        self._unfound: dict[int, bytes] = {}  # keys in headers on disk by which no slot is found: what is left to erase
         self._last_generation = 0
         self._lock = threading.Lock()
         self.num_quarantined = 0
@@ -70,6 +72,7 @@ class SlotIndex:
         if other is not None:
             self.num_quarantined += 1
             if self._keys[other][1] >= generation:
+                self._unfound[slot] = key
                 return
             self._forget(other)
             del self._payloads[other]
@@ -108,19 +111,24 @@ class SlotIndex:
             self._last_generation += 1
             return self._last_generation
 
-    def header_begun(self, slot: int) -> None:
-        """From now on something may lie in the slot's header on disk."""
-        self._on_disk.add(slot)
+    def header_begun(self, slot: int, key: bytes) -> None:
+        """From now on something may lie in the slot's header on disk, with that key if anything."""
+        with self._lock:
+            self._on_disk.add(slot)
+            self._unfound[slot] = key
 
     def header_gone(self, slot: int) -> None:
         """The slot's header on disk is taken back."""
-        self._on_disk.discard(slot)
+        with self._lock:
+            self._on_disk.discard(slot)
+            self._unfound.pop(slot, None)
 
     def label(self, slot: int, key: bytes, generation: int) -> None:
         """The slot's header is whole: it can be found, unless a newer one of that key can."""
         with self._lock:
             other = self._slots.get(key)
             self._enter(slot, key, generation)
+            self._unfound.pop(slot, None)
             if other is None or self._keys[other][1] < generation:
                 self._slots[key] = slot
 
@@ -137,6 +145,8 @@ class SlotIndex:
         key, _ = self._keys.pop(slot, (b"", 0))
         if key:
             self._namespaces[key[:_NAMESPACE_BYTES]] -= 1
+        if key and slot in self._on_disk:
+            self._unfound[slot] = key
         if self._slots.get(key) == slot:
             del self._slots[key]
         self._found.discard(slot)
@@ -158,6 +168,15 @@ class SlotIndex:
         with self._lock:
             found = [(number, slot) for slot, (key, number) in self._keys.items() if key.startswith(namespace)]
         return [slot for _, slot in sorted(found)]
+
+    def copies(self, keys: Collection[bytes]) -> list[int]:
+        """The slots whose headers on disk may have these keys: older copies too, and what could not be taken back.
+
+        O(slots).
+        """
+        with self._lock:
+            held = [(slot, key) for slot, (key, _) in self._keys.items()] + list(self._unfound.items())
+        return sorted(slot for slot, key in held if key in keys)
 
     def generation(self, slot: int) -> int | None:
         """Of a slot that is labelled."""

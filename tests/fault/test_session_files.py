@@ -616,7 +616,7 @@ def test_a_kill_in_the_middle_of_saving_leaves_the_older_record_or_the_newer(tmp
 # --- erase
 
 
-def slot_bytes_of(kv: Path, number: int) -> list[bytes]:
+def pieces_of(number: int) -> list[bytes]:
     """Pieces of a block that a search of the files would find."""
     data = block(number).numpy().tobytes()
     return [data[at : at + 64] for at in range(0, len(data) - 64, 512)]
@@ -643,11 +643,11 @@ def test_an_erased_block_is_gone_from_the_files(
     store = open_store(kv, survives=survives)
     store.write(Slot(10), block(10))  # no label
     before, written = allocated_bytes(kv), store.writes.written_bytes
-    assert holds_any(kv, slot_bytes_of(kv, 4)) and holds_any(kv, slot_bytes_of(kv, 10))
+    assert holds_any(kv, pieces_of(4)) and holds_any(kv, pieces_of(10))
     for slot in (4, 4, 10, store.num_slots - 1):
         store.erase(Slot(slot))
     for number in (4, 10):
-        assert not holds_any(kv, slot_bytes_of(kv, number))
+        assert not holds_any(kv, pieces_of(number))
         with pytest.raises(StoreError, match="nothing readable"):
             read(store, number)
     if not can_zero:
@@ -661,7 +661,7 @@ def test_an_erased_block_is_gone_from_the_files(
     assert torch.equal(read(store, 4), block(40))
     store.erase(Slot(4))
     store.close()
-    assert not holds_any(kv, slot_bytes_of(kv, 40))
+    assert not holds_any(kv, pieces_of(40))
     store = open_store(kv)
     assert served(store, range(10))[0] == set(range(10)) - {4} and store.num_quarantined == 0
     store.close()
@@ -717,6 +717,7 @@ def test_an_erasure_that_fails_is_told_and_its_order_is_safe(
     with pytest.raises(StoreError, match="nothing readable"):
         read(store, 1)
     assert served(store, range(3))[0] == {0, 2}
+    assert store.copies([label(1)]) == ([1] if fails_at == 1 else [])  # what is to be tried again
     store.check_integrity()
     store.close()
     store = open_store(tmp_path / "kv")
@@ -769,6 +770,38 @@ def test_a_kill_in_the_middle_of_erasing_leaves_the_block_or_nothing(tmp_path: P
         if status == 0:
             break
     assert seen == [(True, False), (False, False), (False, True)]
+
+
+def test_older_copies_of_a_block_are_named_so_that_they_can_be_erased(tmp_path: Path) -> None:
+    """A block that was evicted and written again lies in two slots: without the newer the older one is found later."""
+    kv = tmp_path / "kv"
+    store = open_store(kv)
+    for slot in (0, 5, 3):
+        write(store, [1], first_slot=slot)
+    write(store, [2], first_slot=1)
+    assert store.find(label(1)) == 3 and store.copies([label(1)]) == [0, 3, 5]
+    assert store.copies([label(1), label(2), label(9)]) == [0, 1, 3, 5] and store.copies([]) == []
+    write(store, [7], first_slot=5)
+    assert store.copies([label(1)]) == [0, 3]
+    store.close()
+    store = open_store(kv)
+    assert store.num_quarantined == 1 and store.copies([label(1)]) == [0, 3]
+    store.erase(Slot(3))
+    store.close()
+    store = open_store(kv)
+    assert store.find(label(1)) == 0  # so erasing what is found is not enough
+    write(store, [1], first_slot=4)
+    store.close()
+    store = open_store(kv)
+    assert store.find(label(1)) == 4
+    for slot in store.copies([label(1)]):
+        store.erase(slot)
+    assert store.copies([label(1)]) == [] and not holds_any(kv, pieces_of(1))
+    store.check_integrity()
+    store.close()
+    store = open_store(kv)
+    assert store.find(label(1)) is None and served(store, [2, 7])[0] == {2, 7} and store.num_quarantined == 0
+    store.close()
 
 
 # --- many look-ups at once

@@ -157,6 +157,15 @@ def test_absurd_lengths_cost_no_memory() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("length", [13, 16, 2**40, 2**64 - 1])
+def test_a_part_that_says_it_is_longer_than_what_is_left_is_refused(length: int) -> None:
+    body = HEAD + framed(GOOD.items())
+    ids = GOOD["token_ids"]
+    crafted = body[: -len(ids) - 8] + struct.pack("<Q", length) + ids
+    with pytest.raises(ValueError, match="12 are left"):
+        decode(signed(crafted))
+
+
 @pytest.mark.parametrize("version", [2, 7, 65535])
 def test_a_later_version_is_told_from_damage(version: int) -> None:
     with pytest.raises(LaterVersionError, match=f"version {version}"):
