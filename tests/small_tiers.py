@@ -162,8 +162,8 @@ class FakeFiles:
     def num_found(self) -> int:
         return len(self.labels)
 
-    def has(self, namespace: bytes) -> bool:
-        return any(label.namespace == namespace for label in self.labels.values())
+    def num_in(self, namespace: bytes) -> int:
+        return sum(label.namespace == namespace for label in self.labels.values())
 
     def find(self, label: SlotLabel) -> Slot | None:
         return next((slot for slot, each in reversed(self.labels.items()) if each == label), None)
