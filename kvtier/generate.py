@@ -85,6 +85,9 @@ class _Call:
     ) -> None:
         self._cache, self._arguments, self._keyword = cache, arguments, keyword
         self._model = getattr(original, "__self__", None)
+        config = getattr(self._model, "generation_config", None)
+        self._own_arguments = {*inspect.signature(original).parameters, *(vars(config) if config is not None else ())}
+        """Arguments of `generate` itself; others go to the model."""
         self._generation = Generation(self._model, arguments)
         ids = next((arguments[n] for n in ("inputs", "input_ids") if arguments.get(n) is not None), None)
         if ids is not None and not isinstance(ids, torch.Tensor):
@@ -124,7 +127,9 @@ class _Call:
         ids = self._ids
         if ids is None or not self._cache.state.runtime.shares or self._cache.state.batch.length:
             return
-        if self._passes_new_tokens_only() or not is_plain_call(self._arguments, self._generation.value):
+        if self._passes_new_tokens_only():
+            return
+        if not is_plain_call(self._arguments, self._own_arguments, self._generation.value):
             return
         padding = self._generation.value("pad_token_id")
         takes_positions = "position_ids" in self._parameters()

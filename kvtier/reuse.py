@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvtier.hf import TieredCache
+from kvtier.hf import PLAIN_ARGUMENTS, TieredCache
 from kvtier.load_or_recompute import best_cut
 from kvtier.prefix import Miss
 from kvtier.prefix_cache import Match
@@ -58,14 +58,19 @@ def read_prompts(
     return prompts
 
 
-def is_plain_call(arguments: Mapping[str, Any], value: Any) -> bool:
+def is_plain_call(arguments: Mapping[str, Any], known: Container[str], value: Callable[[str], Any]) -> bool:
     """Whether the KV of a call's prompt follows from its ids and mask, and nothing is wanted of all of its tokens.
 
     Args:
+        known: arguments that say how to generate; every other one but ids and mask goes to the model.
         value: what is in force of a generation setting, by name.
     """
-    others = (name for name, each in arguments.items() if isinstance(each, torch.Tensor) and name not in PLAIN_TENSORS)
-    return not any(True for _ in others) and not any(value(name) for name in _OF_ALL_TOKENS)
+    for name, each in arguments.items():
+        if name in PLAIN_TENSORS or each is None:
+            continue
+        if isinstance(each, torch.Tensor) or (name not in known and name not in PLAIN_ARGUMENTS):
+            return False
+    return not any(value(name) for name in _OF_ALL_TOKENS)
 
 
 class Reuse:

@@ -140,7 +140,7 @@ class Runtime:
             nvme_writes=nvme.writes if isinstance(nvme, NvmeStore) else None,
         )
         self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes, self._past)
-        self.manager.shares = self.shares
+        self.manager.sealer.indexes = self.shares
         files = nvme if isinstance(nvme, NvmeStore) and self.labels is not None and self.labels.outlives else None
         self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, files)
         if files is not None:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Made, Padding
 from kvtier.errors import IntegrityError
-from kvtier.labels import Origin
 from kvtier.metrics import SequenceMetrics
 from kvtier.placement import Placement
 from kvtier.recomputable import Past, Recomputable
-from kvtier.residency import BlockState
-from kvtier.types import BlockId, SequenceId, Slot, Tier
+from kvtier.sealing import Sealer
+from kvtier.types import BlockId, SequenceId, Slot
 from kvtier.upkeep import Upkeep
 
 
@@ -44,13 +43,12 @@ class Sequences:
         same_bytes: whether two gpu slots hold the same bytes: blocks are joined on nothing less.
         past: what the model needs to compute a block again.
         """
-        self.placement, self._same_bytes = placement, same_bytes
+        self.placement = placement
         self.upkeep = Upkeep(placement)
         self.block_tokens = block_tokens
         self.tables: dict[SequenceId, BlockTable] = {}
         self.recomputable = Recomputable(self.tables, placement.residency, block_tokens, past)
-        self.shares = False
-        """Whether sealed blocks enter the prefix index."""
+        self.sealer = Sealer(placement, self.upkeep, same_bytes, past)
         self.dropped: deque[Batch] = deque()
         """Batches whose cache was garbage-collected. Finalizers append here and take no lock."""
         self.left: deque[Batch] = deque()
@@ -124,13 +122,13 @@ class Sequences:
         )
         self._rebuild_running()
 
+    def seal(self, batch: Batch) -> None:
+        """As `Sealer.seal`."""
+        self.sealer.seal(batch)
+
     def share(self, table: BlockTable, index: int, block: BlockId) -> None:
-        """Put `block`, which holds the same tokens, in the place of block number `index`, by count."""
-        self.placement.residency[block].holders += 1
-        old = table.replace(index, block)
-        if old in self.placement.running_blocks:
-            self.placement.running_blocks.add(block)
-        self.placement.release(old)
+        """As `Sealer.share`."""
+        self.sealer.share(table, index, block)
 
     def resize(self, batch: Batch, num_rows: int) -> None:
         """Give an empty batch another number of rows."""
@@ -249,67 +247,6 @@ class Sequences:
         running.clear()
         for table in self.running():
             running.update(table.blocks)
-
-    # -- sealing ----------------------------------------------------------------------------------------------------
-
-    def seal(self, batch: Batch) -> None:
-        """Make full blocks final, and equal ones of different rows one. O(newly sealed blocks x rows)."""
-        residency = self.placement.residency
-        first_new: int | None = None
-        for table in batch.tables:
-            first_of_row: int | None = None
-            # From the end: all blocks before a sealed one are sealed.
-            for index in range(table.num_full_blocks - 1, -1, -1):
-                record = residency[table.blocks[index]]
-                if record.state is BlockState.SEALED:
-                    break
-                record.state = BlockState.SEALED
-                self.upkeep.sealed(table.blocks[index])
-                first_of_row = index
-            if first_of_row is not None:
-                first_new = first_of_row if first_new is None else min(first_new, first_of_row)
-                self._label(table, batch.origin, first_of_row)
-        if first_new is not None and batch.num_rows > 1:
-            self._join(batch, first_new)
-
-    def _label(self, table: BlockTable, origin: Origin | None, first: int) -> None:
-        """Note what newly sealed blocks are labelled with, while their tokens are at hand: a crop may drop them.
-
-        Where padding stands plays no part in what a layer of full attention makes of tokens and their positions.
-        """
-        labels, residency = self.placement.labels, self.placement.residency
-        if labels is None or origin is None:
-            return
-        for index in range(first, table.num_full_blocks):
-            content = table.content(index, with_padding=self.recomputable.past is not Past.BLOCKS)
-            if content is None:  # fed as embeddings: this one and all behind it
-                return
-            parent = residency[table.blocks[index - 1]].sealed if index else None
-            residency[table.blocks[index]].sealed = labels.seal(origin, parent, content, is_first=index == 0)
-            if self.shares:
-                self.placement.index(table.blocks[index])
-
-    def _join(self, batch: Batch, first: int) -> None:
-        """Equal tokens are not enough: a hook, an adapter or token types may have given rows other KV for them."""
-        for index in range(first, max(table.num_full_blocks for table in batch.tables)):
-            known: dict[tuple[BlockId | None, bytes], list[BlockId]] = {}
-            for table in batch.tables:
-                content = table.content(index) if index < table.num_full_blocks else None
-                if content is None:
-                    continue
-                block = table.blocks[index]
-                candidates = known.setdefault((table.blocks[index - 1] if index else None, content), [])
-                kept = next((other for other in candidates if self._are_equal(block, other)), None)
-                if kept is None:
-                    candidates.append(block)
-                elif kept != block:
-                    self.share(table, index, kept)
-
-    def _are_equal(self, block: BlockId, other: BlockId) -> bool:
-        slots = [self.placement.residency[each].copies.get(Tier.GPU) for each in (block, other)]
-        if block == other or slots[0] is None or slots[1] is None:  # bytes that have gone down are not fetched for it
-            return block == other
-        return self._same_bytes(slots[0], slots[1])
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks are held exactly by the tables."""

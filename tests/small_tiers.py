@@ -365,7 +365,7 @@ def build(
         return cells[0] is not None and cells[0] == cells[1]
 
     manager = TierManager(placement, block_tokens, same_bytes, past)
-    manager.shares = shares
+    manager.sealer.indexes = shares
     if drops:
         placement.droppable = lambda: manager.recomputable
     files = engine.files if labels is not None and labels.outlives and nvme else None
