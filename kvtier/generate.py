@@ -51,6 +51,9 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
             cache.state.held_of_prompt = call.held_of_prompt()
             cache.state.own_positions = kwargs.get("position_ids") is not None
             return original(*args, **kwargs)
+        except BaseException:  # a Ctrl-C too
+            call.give_back()
+            raise
         finally:
             cache.state.leave(use)
 
@@ -92,6 +95,8 @@ class _Call:
             )
         self._ids = ids if ids is not None and ids.ndim == 2 else None
         self._mask = arguments.get("attention_mask")
+        self._num_reused = 0
+        """Columns that the cache began with in this call."""
 
     def check(self) -> None:
         """Raise UnsupportedError or PromptMismatchError, by name, for what would not be exact. Nothing was computed."""
@@ -128,6 +133,14 @@ class _Call:
         prompts = read_prompts(ids, self._mask, padding if isinstance(padding, int) else None, self._takes_positions())
         if prompts is not None:
             reuse(self._cache, prompts, self._generation.num_copies)
+            self._num_reused = self._cache.state.batch.length
+
+    def give_back(self) -> None:
+        """Let the cache be empty again if nothing was computed behind what it began with: the call had failed."""
+        runtime, batch = self._cache.state.runtime, self._cache.state.batch
+        with runtime.turn:
+            if self._num_reused and batch.length == self._num_reused and not runtime.closed:
+                runtime.manager.truncate(batch, 0)
 
     def _takes_positions(self) -> bool:
         forward = getattr(self._model, "forward", None)
