@@ -51,6 +51,9 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
             cache.state.held_of_prompt = call.held_of_prompt()
             cache.state.own_positions = kwargs.get("position_ids") is not None
             return original(*args, **kwargs)
+        except BaseException:  # a Ctrl-C too
+            call.give_back()
+            raise
         finally:
             cache.state.leave(use)
 
@@ -97,6 +100,8 @@ class _Call:
             )
         self._ids = ids if ids is not None and ids.ndim == 2 else None
         self._mask = arguments.get("attention_mask")
+        self._num_reused = 0
+        """Columns that the cache began with in this call."""
 
     def check(self) -> None:
         """Raise UnsupportedError or PromptMismatchError, by name, for what would not be exact. Nothing was computed."""
@@ -135,7 +140,17 @@ class _Call:
         takes_positions = "position_ids" in self._parameters()
         prompts = read_prompts(ids, self._mask, padding if isinstance(padding, int) else None, takes_positions)
         if prompts is not None:
-            Reuse(self._cache, self._compute).begin(prompts, self._generation.num_copies)
+            try:
+                Reuse(self._cache, self._compute).begin(prompts, self._generation.num_copies)
+            finally:
+                self._num_reused = self._cache.state.batch.length
+
+    def give_back(self) -> None:
+        """Let the cache be empty again if nothing was computed behind what it began with: the call had failed."""
+        runtime, batch = self._cache.state.runtime, self._cache.state.batch
+        with runtime.turn:
+            if self._num_reused and batch.length == self._num_reused and not runtime.closed:
+                runtime.manager.truncate(batch, 0)
 
     @torch.no_grad()
     def _compute(self, token_ids: list[int]) -> None:

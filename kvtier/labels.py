@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -69,7 +70,7 @@ class Source(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Origin:
     """The model that one or several batches' KV is computed with, as hashed before the first of their tokens."""
 
@@ -119,6 +120,8 @@ class Labels:
         """By what was seen of the model, latest last."""
         self._origins: dict[tuple[_Seen, bytes], Origin] = {}
         """Those that batches begin with, by that and the salt."""
+        self._alive: weakref.WeakSet[Origin] = weakref.WeakSet()
+        """All that a batch or a sealed block still has."""
         self._num_sealed = 0
         self._started_s = clock_s()
         self._spent_s = 0.0
@@ -144,7 +147,9 @@ class Labels:
             return None
         while len(self._origins) > self._MAX_ORIGINS:
             self._origins.pop(next(iter(self._origins)))
-        return self._origins.setdefault((seen, salt), Origin(fingerprint.salted(salt), salt))
+        origin = self._origins.setdefault((seen, salt), Origin(fingerprint.salted(salt), salt))
+        self._alive.add(origin)
+        return origin
 
     def _of_process(self, seen: _Seen) -> Fingerprint | None:
         structure = self._source.structure()
@@ -206,13 +211,13 @@ class Labels:
         started_s = self._clock_s()
         now = self._hash()
         self._spent_s += self._clock_s() - started_s
-        known = {id(each): each for each in (*self._origins.values(), origin)}
-        for each in known.values():
+        fresh = [each for each in {*self._alive, origin} if not each.is_stale]
+        for each in fresh:
             if now is not None and each.fingerprint.weights == now.weights:
                 each.num_proven = self._num_sealed
             else:
                 each.is_stale = True
-        if any(each.is_stale for each in known.values()):
+        if any(each.is_stale for each in fresh):
             # Whatever the marks say: they may have missed it. Batches that begin from here on are hashed for.
             self._remembered.clear()
             self._origins.clear()

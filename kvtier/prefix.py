@@ -30,7 +30,7 @@ class Miss(enum.Enum):
     TOO_SHORT = "too_short"
     """The prompt has no full block beside its last token."""
     SLOWER = "slower_than_recomputing"
-    """It was there, on a tier from which it takes longer to load than to compute."""
+    """It was there, on a tier from which it takes longer to load than to compute, or that hangs."""
 
 
 @dataclass(slots=True)

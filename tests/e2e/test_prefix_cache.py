@@ -106,6 +106,22 @@ def test_rows_of_a_padded_batch_are_found_too_in_or_out_of_one(tiered: TieredKV)
     assert alone - NEW <= BLOCK, "padding plays no part"
 
 
+def test_a_call_that_fails_before_it_computes_leaves_an_empty_cache_empty(tiered: TieredKV) -> None:
+    """Found wrong: it had the prompt's beginning, and the next prompt was another conversation's."""
+    ids, other = tokens(100), tokens(90, 5)
+    ask(tiered, ids)
+    cache = tiered.new_cache()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="nonsense"):
+            tiered.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, nonsense=1, **GREEDY)
+        assert cache.get_seq_length() == 0 and cache.stats()["blocks"] == 0
+    for given in (ids, torch.cat([ids, other], dim=1)):
+        out = tiered.generate(given, attention_mask=torch.ones_like(given), cache=cache.fork(), **GREEDY)
+        assert_same(out, tiered.model.generate(given, attention_mask=torch.ones_like(given), **GREEDY), "blockwise")
+    out = tiered.generate(other, attention_mask=torch.ones_like(other), cache=cache, **GREEDY)
+    assert_same(out, tiered.model.generate(other, attention_mask=torch.ones_like(other), **GREEDY), "blockwise")
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}, {"prompt_lookup_num_tokens": 3}],

@@ -595,13 +595,23 @@ class ManagerMachine(Machine):
     )
     def begin_with_what_is_found(self, rows: list[tuple[int, int]], salt: int, num_steps: int, own: list[int]) -> None:
         """Prompts that other rows have begun with come again, as the rows of a padded batch."""
+        for other in self.batches:
+            if not other.entered:  # as at the end of a call: what it holds is sealed
+                self.manager.enter(other.batch)
+                self.seal(other)
+                self.last = None if self.last is other else self.last
+                self.manager.leave(other.batch)
+                self.follow(other)
         known = [list(ids) for ids in self.prompts] + [ids for row in self.rows() if (ids := self.counted_ids(row))]
         if not self.has_room_for(len(rows)) and self.batches:
             self.drop(salt, by_finalizer=False)
         if not known or not self.has_room_for(len(rows)):
             return
+        known = [ids for ids in known if len(ids) > BLOCK_TOKENS] or known
         prompts = [known[which % len(known)] for which, _ in rows]
-        prompts = [ids[: max(1, len(ids) - cut % 8)] + own for ids, (_, cut) in zip(prompts, rows, strict=True)]
+        prompts = [
+            ids[: max(1, len(ids) - cut % BLOCK_TOKENS)] + own for ids, (_, cut) in zip(prompts, rows, strict=True)
+        ]
         origin, batch = self.origin(salt), self.manager.new_batch(len(rows))
         assert origin is not None
         batch.origin = origin
@@ -858,6 +868,22 @@ class ManagerMachine(Machine):
         if waits:
             with contextlib.suppress(TransferTimeoutError):
                 self.placement.wait()
+
+    @precondition(lambda self: self.labels is not None)
+    @rule(index=indexes, count=st.integers(1, 4))
+    def reading_fails(self, index: int, count: int) -> None:
+        """A promotion could not read some blocks: they are not tried again, and computed before they are needed."""
+        residency = self.placement.residency
+        blocks = [
+            block
+            for block in residency.blocks()
+            if residency[block].copies and Tier.GPU not in residency[block].copies and residency[block].move is None
+            if not any(residency[block].pins.values()) and not any(self.is_held(block, tier) for tier in Tier)
+            if self.placement.is_cached(block) or block in self.manager.recomputable
+        ]
+        for block in blocks[index % max(1, len(blocks)) :][:count]:
+            self.placement.unreadable.add(block)
+            self.placement.metrics.moves_failed += 1
 
     # -- what must hold ---------------------------------------------------------------------------------------------
 

@@ -459,3 +459,21 @@ def test_few_marks_are_remembered() -> None:
     assert all(isinstance(origin, Origin) for origin in origins)
     assert len(labels._remembered) == 16
     assert labels.origin(39) is origins[39] and labels.origin(0) is not origins[0]
+
+
+def test_a_change_that_is_found_refutes_what_was_sealed_under_a_salt_that_is_no_longer_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found wrong: more salts than are remembered, and blocks of the first of them outlived what refuted the others."""
+    monkeypatch.setattr(Labels, "_MAX_ORIGINS", 2)
+    model = FakeModel()
+    labels = Labels(model)
+    origins = [labels.origin(1, b"", b"%d" % number) for number in range(6)]
+    sealed = [labels.seal(origin, None, b"tokens", is_first=True) for origin in origins if origin is not None]
+    model.weights = 2  # by a way that no mark sees, before or after they were sealed
+    assert labels.label(sealed[-1]) is None
+    assert [each.is_refuted for each in sealed if each is not None] == [True] * 6
+    model.weights = 1
+    assert [labels.label(each) for each in sealed] == [None] * 6
+    again = labels.seal(labels.origin(1, b"", b"0"), None, b"tokens", is_first=True)  # type: ignore[arg-type]
+    assert labels.label(again) is not None and again is not None and not again.is_refuted
