@@ -42,7 +42,8 @@ def test_a_forked_child_takes_no_session_from_its_parent(tmp_path: Path) -> None
         ask(tiered, other, tokens(50, 1))
         before, held = names_of(tmp_path), chat.token_ids
         acts: list[Callable[[], Any]] = [
-            chat.delete, chat.pin, lambda: chat.set_ttl(0), lambda: chat.fork("twin"), tiered.sessions, lambda: chat.info,
+            chat.delete, chat.pin, lambda: chat.set_ttl(0), lambda: chat.fork("twin"), tiered.sessions,
+            lambda: chat.info,
             lambda: chat.generate(tokens(10), **BRIEF), lambda: tiered.session("new"), lambda: chat.token_ids,
             lambda: tiered.session("bob", ttl=0), other.delete,
         ]  # fmt: skip
