@@ -124,10 +124,18 @@ class Copies:
         self._labelled.add(block)
 
     def hold_kept(self, blocks: Iterable[BlockId]) -> None:
-        """The nvme copies of these blocks are worth their slots, though faster tiers have them too."""
+        """The nvme copies of these blocks, where they have one that can be found, are worth their slots, though faster
+        tiers have them too."""
         for block in blocks:
             self.kept.pop(block, None)
-            self.kept[block] = None
+            if block in self._labelled:
+                self.kept[block] = None
+
+    def indexed(self, block: BlockId) -> BlockId:
+        """The block that stands for this one in the index: another, where the same tokens were computed twice."""
+        sealed = self.residency[block].sealed
+        found = None if sealed is None else self.prefixes.find(sealed.label)
+        return block if found is None else found
 
     def is_cached(self, block: BlockId) -> bool:
         """Whether nothing but the prefix index holds the block."""
@@ -135,6 +143,7 @@ class Copies:
 
     def adopt(self, sequence: SequenceId, index: int, sealed: Sealed, slot: Slot) -> BlockId | None:
         """A cached block from an nvme slot that was found to hold it; None if the slot is not to be had."""
+        was_reserved = slot in self.reserved
         if not self._claim(slot):
             return None
         block = self.residency.create(sequence, index)
@@ -144,7 +153,12 @@ class Copies:
         self.note_labelled(block)
         self.index(block)
         self.release(block)  # by whoever made it: the index holds it
-        return block if block in self.prefixes else None  # a collision of identities
+        if block not in self.prefixes:
+            return None  # a collision of identities
+        if was_reserved:  # a pinned session's, whoever asks for it
+            self.pinned.add(block)
+            self.hold_kept([block])
+        return block
 
     def _claim(self, slot: Slot) -> bool:
         if slot in self.reserved:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from kvtier.errors import CapacityError
 from kvtier.labels import Sealed
 from kvtier.placement import Placement
 from kvtier.types import BlockId, MovePurpose, Slot, Tier
@@ -57,12 +58,27 @@ class Keeper:
             tails: what those of them are labelled with that are not full.
             makes_room: whether cached blocks are given up for them.
 
-        A block that cannot be written now (no room, a limit, a disk that fails or hangs) ends it, as does one that has
-        no label. Raises TransferTimeoutError: as `Mover.wait`.
+        Of blocks that were computed twice the one in the index is kept: two slots of one label would be one too many,
+        and the older one in nobody's hands. A block that cannot be written now (no room, a limit, a disk that fails or
+        hangs) ends it, as does one that has no label. Raises TransferTimeoutError: as `Mover.wait`.
         """
         placement = self._placement
         if not self.is_on:
             return 0
+        blocks = [placement.indexed(block) for block in blocks]
+        for block in blocks:  # what only the index holds could be given up for the others
+            placement.residency[block].holders += 1
+        try:
+            self._keep(blocks, tails, makes_room)
+        finally:
+            for block in blocks:
+                placement.release(block)
+        num_kept = next((n for n, block in enumerate(blocks) if not placement.is_labelled(block)), len(blocks))
+        placement.hold_kept(blocks[:num_kept])
+        return num_kept
+
+    def _keep(self, blocks: Sequence[BlockId], tails: Mapping[BlockId, Sealed | None], makes_room: bool) -> None:
+        placement = self._placement
         todo = deque(block for block in blocks if not placement.is_labelled(block))
         while todo:
             block = todo[0]
@@ -72,16 +88,30 @@ class Keeper:
                 continue
             record = placement.residency[block]
             if not placement.is_labelled(block):
-                if not placement.takes(Tier.NVME):
+                if not placement.takes(Tier.NVME) or not self._bring_up(block):
                     break
                 if not self._start(block, tails.get(block, record.sealed), makes_room):
                     break
             todo.popleft()
         while self._writing(blocks):
             placement.wait()
-        num_kept = next((n for n, block in enumerate(blocks) if not placement.is_labelled(block)), len(blocks))
-        placement.hold_kept(blocks[:num_kept])
-        return num_kept
+
+    def _bring_up(self, block: BlockId) -> bool:
+        """What lies in files alone, and without a label, is written again from memory; whether it is there."""
+        placement = self._placement
+        if list(placement.residency[block].copies) != [Tier.NVME]:
+            return True
+        tier = next(tier for tier in reversed(Tier) if tier is not Tier.NVME and tier in placement.pools)
+        try:
+            placement.make_room(tier, 1)
+        except CapacityError:
+            return False
+        slot = placement.pools[tier].take()
+        if slot is None:
+            return False
+        placement.start(block, MovePurpose.PROMOTE, Tier.NVME, tier, slot)
+        placement.settle(block)
+        return True
 
     def keep_cached(self, timeout_s: float) -> None:
         """Keep what is in the prefix index, the newest first, each prefix from its beginning, while there is room.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from kvtier.block_table import TokenSource
@@ -16,7 +16,7 @@ from kvtier.runtime import Runtime
 from kvtier.sequences import Beginning
 from kvtier.session_record import SessionRecord
 from kvtier.stores.nvme import NvmeStore
-from kvtier.types import BlockId, SlotLabel, Tier
+from kvtier.types import BlockId, SequenceId, Slot, SlotLabel, Tier
 
 
 def salt_digest(salt: bytes) -> bytes:
@@ -37,6 +37,8 @@ class SessionKeeper:
         keeps = isinstance(store, NvmeStore) and store.persistent and runtime.shares
         self._store = store if keeps and isinstance(store, NvmeStore) else None
         self._records: dict[bytes, SessionRecord] = {}
+        self._to_erase: set[Slot] = set()
+        """Slots of deleted sessions that the disk would not erase."""
         if self._store is not None:
             self._records = {record.key(): record for record in self._store.sessions.load()}
             self._protect()
@@ -105,8 +107,6 @@ class SessionKeeper:
         if blocks:
             runtime.manager.attach(batch, [Beginning(0, ids[:num_tokens], blocks)], num_tokens)
             runtime.placement.hold_kept(blocks)
-            if record.is_pinned:
-                runtime.placement.pinned.update(blocks)
         if tail is not None:
             runtime.placement.release(tail)  # the row holds it
         if num_tokens < len(ids):
@@ -133,11 +133,15 @@ class SessionKeeper:
         runtime.manager.seal(batch)
         residency, blocks = runtime.placement.residency, list(table.blocks)
         tails: dict[BlockId, Sealed | None] = {}
+        older = None
         if table.tail is not None:
             parent, content = residency[blocks[-2]].sealed if len(blocks) > 1 else None, table.tail_content()
             assert content is not None  # its ids are known
-            tails[table.tail] = labels.seal(origin, parent, content, is_first=len(blocks) == 1)
+            sealed = tails[table.tail] = labels.seal(origin, parent, content, is_first=len(blocks) == 1)
+            older = None if sealed is None else store.find(sealed.label)
         num_kept = runtime.manager.upkeep.keeper.keep(blocks, tails)
+        if older is not None:  # unless it is the tail's own, which is in use
+            self._erase_tail(older)
         record = replace(
             about, namespace=origin.fingerprint.namespace, block_tokens=table.block_tokens, token_ids=table.ids()
         )
@@ -155,8 +159,9 @@ class SessionKeeper:
             )  # fmt: skip
         if before is not None:
             self._erase_old(before)
-        if record.is_pinned:
-            runtime.placement.pinned.update(blocks)
+            if before.is_pinned:  # what it has no more, another model's too
+                now = {label.identity for label in record.labels()}
+                self.free([label for label in before.labels() if label.identity not in now])
         return record
 
     def num_found(self, record: SessionRecord) -> int:
@@ -165,64 +170,108 @@ class SessionKeeper:
             return 0
         return sum(slot is not None for slot in self._store.find_all(record.labels()))
 
-    def unpin(self, blocks: Sequence[BlockId]) -> None:
-        """These blocks may go."""
-        self._runtime.placement.pinned.difference_update(blocks)
-
     def note(self, record: SessionRecord) -> None:
         """Save what changed beside tokens. Raises StoreError: it did not."""
         if self._store is not None and record.key() in self._records:
             self._store.sessions.save(record)
             self._records[record.key()] = record
 
-    def pin(self, record: SessionRecord, blocks: Sequence[BlockId]) -> None:
-        """Have what is kept of a session stay, or no longer, as the record now says. `blocks`: those in memory."""
-        placement, store = self._runtime.placement, self._store
-        if record.is_pinned:
-            placement.pinned.update(blocks)
-        else:
-            placement.pinned.difference_update(blocks)
-        if store is None:
-            return
-        for label in record.labels() if self._records.get(record.key()) is not None else ():
-            slot = store.find(label)
-            if slot is not None and record.is_pinned:
-                placement.reserve(slot)
-            elif slot is not None:
-                placement.free_reserved(slot)
-
-    def forget(self, key: bytes) -> None:
-        """A conversation goes: its record, then those of its blocks that nothing else has. With the turn held.
-
-        Its cache must have let go of them. Raises StoreError: some of it is still in the folder.
-        """
-        record = self._records.get(key)
-        if record is None or self._store is None:
-            return
-        self._store.sessions.delete(key)
-        del self._records[key]
-        self.erase(record.labels())
-
-    def erase(self, labels: Sequence[SlotLabel]) -> None:
-        """Take blocks that nobody holds and no session has off all tiers, last first. Raises StoreError."""
+    def reserve(self, record: SessionRecord) -> None:
+        """Have what is kept of a session stay, whether it is in use or not."""
         placement = self._runtime.placement
-        others = {label.identity for record in self.records() for label in record.labels()}
-        for label in reversed(labels):
-            if label.identity in others:
-                return  # and all before it
+        for label in record.labels() if self._store is not None and record.key() in self._records else ():
+            block, slot = placement.prefixes.find(label), self._store.find(label) if self._store is not None else None
+            if block is not None:
+                placement.pinned.add(block)
+            if slot is not None:
+                placement.reserve(slot)
+
+    def free(self, labels: Sequence[SlotLabel]) -> None:
+        """Take `reserve` back for these blocks, but for those that a pinned session in files has."""
+        placement, store = self._runtime.placement, self._store
+        for label in self._unless_pinned(labels) if store is not None else ():
             block = placement.prefixes.find(label)
             if block is not None:
-                if not placement.is_cached(block) or not placement.prefixes.is_leaf(block):
-                    return
+                placement.pinned.discard(block)
+            slot = None if store is None else store.find(label)
+            if slot is not None:
+                placement.free_reserved(slot)
+
+    def unpin(self, blocks: Iterable[BlockId]) -> None:
+        """These blocks may go, but for those that a pinned session in files has."""
+        placement = self._runtime.placement
+        records = {block: record for block in blocks if (record := placement.residency.get(block)) is not None}
+        labels = [record.sealed.label for record in records.values() if record.sealed is not None]
+        free = {label.identity for label in self._unless_pinned(labels)}
+        for block, record in records.items():
+            if record.sealed is None or record.sealed.label.identity in free:
+                placement.pinned.discard(block)
+
+    def _unless_pinned(self, labels: Sequence[SlotLabel]) -> list[SlotLabel]:
+        if not labels:
+            return []
+        others = {label.identity for record in self.records() if record.is_pinned for label in record.labels()}
+        return [label for label in labels if label.identity not in others]
+
+    def forget(self, key: bytes, labels: Sequence[SlotLabel], sequences: Container[SequenceId]) -> None:
+        """A conversation goes: those of its blocks that nothing else has, then its record. With the turn held.
+
+        Its cache must have let go of them. Raises StoreError: some of it is still in the folder; to be tried again.
+
+        Args:
+            labels: of blocks that the record may not name.
+            sequences: the rows that it was in this process: what of an earlier wording they left goes too.
+        """
+        record = self._records.get(key)
+        of_record = [] if record is None else record.labels()
+        others = {label.identity for each in self.records() if each.key() != key for label in each.labels()}
+        gone = self._let_go(self._left_by(sequences), others, is_chain=False)
+        gone += self._let_go(labels, others) + self._let_go(of_record, others)
+        self._erase([] if self._store is None else self._store.copies(gone))
+        if record is not None and self._store is not None:
+            self._store.sessions.delete(key)
+            del self._records[key]
+            if record.is_pinned:
+                self.free(of_record)
+
+    def _left_by(self, sequences: Container[SequenceId]) -> list[SlotLabel]:
+        """Of blocks that these rows made, first to last."""
+        placement = self._runtime.placement
+        blocks = [each for each in placement.prefixes.blocks() if placement.residency[each].sequence in sequences]
+        return [sealed.label for block in blocks if (sealed := placement.prefixes.sealed(block)) is not None]
+
+    def _let_go(
+        self, labels: Sequence[SlotLabel], others: Container[bytes], *, is_chain: bool = True
+    ) -> list[SlotLabel]:
+        """Take blocks that nobody holds or continues, and no other session has, out of the index; which those are.
+
+        Last first. `is_chain`: where one stays, so do all before it.
+        """
+        placement, gone = self._runtime.placement, []
+        for label in reversed(labels):
+            block = placement.prefixes.find(label)
+            is_others = label.identity in others
+            if is_others or (
+                block is not None and not (placement.is_cached(block) and placement.prefixes.is_leaf(block))
+            ):
+                if is_chain:
+                    break
+                continue
+            if block is not None:
                 placement.settle(block)
                 placement.unindex(block, Miss.UNKNOWN)
-            self._erase_slot(label)
+            gone.append(label)
+        return gone
 
-    def _erase_slot(self, label: SlotLabel) -> None:
+    def _erase(self, slots: Sequence[Slot]) -> None:
+        """Whatever lies in these slots, unless a block does. Raises StoreError: the next call tries again."""
         store, placement = self._store, self._runtime.placement
-        slot = None if store is None or not placement.is_readable(Tier.NVME) else store.find(label)
-        if store is not None and slot is not None:
+        self._to_erase.update(slots)
+        if store is None or not placement.is_readable(Tier.NVME):
+            return
+        for slot in sorted(self._to_erase):
             placement.erase(slot, store.erase)
+            self._to_erase.discard(slot)
 
     def _erase_old(self, before: SessionRecord) -> None:
         """The last state's tail is of no more use."""
@@ -231,7 +280,12 @@ class SessionKeeper:
             return
         if any(each.token_ids == before.token_ids and each.namespace == before.namespace for each in self.records()):
             return  # a fork's
+        slot = None if self._store is None else self._store.find(labels[-1])
+        if slot is not None:
+            self._erase_tail(slot)
+
+    def _erase_tail(self, slot: Slot) -> None:
         try:
-            self._erase_slot(labels[-1])
+            self._erase([slot])
         except StoreError as error:  # it is overwritten when its slot is
             logger.info("%s", error)

@@ -6,18 +6,19 @@ import math
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from kvtier.errors import ClosedError, SessionExistsError, UnsupportedError
+from kvtier.errors import ClosedError, SessionExistsError, StoreError, UnsupportedError
 from kvtier.generate import Generation
-from kvtier.hf import TieredCache
+from kvtier.hf import TieredCache, check_process
+from kvtier.log import logger
 from kvtier.runtime import Runtime
 from kvtier.session_keeper import SessionKeeper, salt_digest
 from kvtier.session_record import SessionRecord, session_key
-from kvtier.types import Tier
+from kvtier.types import BlockId, SequenceId, SlotLabel, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,12 @@ class _Entry:
     salt: bytes
     cache: TieredCache | None = None
     """None: not used yet in this process."""
+    pins: set[BlockId] = field(default_factory=set)
+    """The blocks that it has pinned."""
+    sequences: set[SequenceId] = field(default_factory=set)
+    """The rows that it was."""
+    left: list[SlotLabel] = field(default_factory=list)
+    """What a `delete` that failed has let go of."""
 
 
 class Sessions:
@@ -63,6 +70,7 @@ class Sessions:
 
     def open(self, name: str, salt: bytes, ttl_s: float | None) -> bytes:
         """The key of the session of that name: of this process, else one that an earlier one kept, else a new one."""
+        check_process(self.runtime.pid)
         key = self.key(name, salt)
         with self.runtime.turn:
             self.expire()
@@ -106,6 +114,7 @@ class Sessions:
         self._save(entry)
 
     def _entry(self, key: bytes, name: str) -> _Entry:
+        check_process(self.runtime.pid)  # a forked child has the folder of its parent
         found = self._entries.get(key)
         if found is None:
             raise ClosedError(f"session {name!r} was deleted: tiered.session({name!r}) makes a new one")
@@ -119,10 +128,12 @@ class Sessions:
                 cache = self.new_cache(entry.salt)
                 self.keeper.resume(key, cache)
                 entry.cache = cache
+                self._repin(entry)
         return entry.cache
 
     def list(self, salt: bytes) -> list[SessionInfo]:
         """What there is under a salt, last used first."""
+        check_process(self.runtime.pid)
         digest = salt_digest(salt)
         with self.runtime.turn:
             self.expire()
@@ -162,7 +173,9 @@ class Sessions:
                 raise SessionExistsError(
                     f"fork: there is a session {new_name!r} already: delete() it first, or use another name"
                 )
-            twin = _Entry(replace(entry.about, name=new_name), entry.salt, self.cache(key, name).fork())
+            now_s = time.time()
+            about = replace(entry.about, name=new_name, created_s=now_s, used_s=now_s)
+            twin = _Entry(about, entry.salt, self.cache(key, name).fork())
             self._entries[twin_key] = twin
             self._save(twin)
         return twin_key
@@ -172,20 +185,22 @@ class Sessions:
 
         Raises StoreError: some of it is still in the folder, and the next `delete` tries again.
         """
+        check_process(self.runtime.pid)
         with self.runtime.turn:
             entry = self._entries.get(key)
-            labels = []
+            if entry is None and self.keeper.record(key) is None:
+                return
             if entry is not None and entry.cache is not None:
-                entry.cache.state.check_change("reset")
+                entry.cache.state.check_change("delete")
                 residency, table = self.runtime.placement.residency, entry.cache.state.batch.tables[0]
                 found = [residency[block].sealed for block in table.blocks]
-                labels = [sealed.label for sealed in found if sealed is not None]
-                self.keeper.unpin(table.blocks)
+                entry.left = [sealed.label for sealed in found if sealed is not None] or entry.left
+                entry.sequences.add(table.sequence)
                 entry.cache.reset()
-            elif entry is None and self.keeper.record(key) is None:
-                return
-            self.keeper.forget(key)
-            self.keeper.erase(labels)
+                entry.about = replace(entry.about, is_pinned=False)
+                self._repin(entry)
+            labels, sequences = ([], set()) if entry is None else (entry.left, entry.sequences)
+            self.keeper.forget(key, labels, sequences)
             self._entries.pop(key, None)
 
     def expire(self) -> None:
@@ -197,7 +212,10 @@ class Sessions:
             entry = self._entries.get(key)
             is_used = entry is not None and entry.cache is not None and entry.cache.state.user is not None
             if about.is_expired(now_s) and not is_used:
-                self.delete(key)
+                try:
+                    self.delete(key)
+                except StoreError as error:  # whoever asks for another session is not to be told no
+                    logger.warning("session %r has expired, and is not all deleted: %s", about.name, error)
 
     def change(self, key: bytes, name: str, *, ttl_s: float | None = None, pinned: bool | None = None) -> None:
         """Set how long it is kept."""
@@ -208,10 +226,12 @@ class Sessions:
 
     def _change(self, entry: _Entry, about: SessionRecord) -> None:
         self.keeper.note(about)
-        if about.is_pinned != entry.about.is_pinned:
-            blocks = [] if entry.cache is None else entry.cache.state.batch.tables[0].blocks
-            self.keeper.pin(about, blocks)
-        entry.about = about
+        before, entry.about = entry.about, about
+        if about.is_pinned and not before.is_pinned:
+            self.keeper.reserve(about)
+        elif before.is_pinned and not about.is_pinned:
+            self.keeper.free(before.labels())
+        self._repin(entry)
 
     def _save(self, entry: _Entry) -> None:
         """With the turn held. What is kept of the conversation is what it is now."""
@@ -219,6 +239,22 @@ class Sessions:
         saved = self.keeper.save(entry.cache, entry.about)
         if saved is not None:
             entry.about = saved
+        entry.sequences.add(entry.cache.state.batch.tables[0].sequence)
+        self._repin(entry)
+
+    def _repin(self, entry: _Entry) -> None:
+        """What stays of a pinned conversation is what it is now; other pinned ones may have the rest."""
+        table = None
+        if entry.cache is not None and entry.about.is_pinned:
+            table = entry.cache.state.batch.tables[0]
+        placement = self.runtime.placement  # what was computed twice is in files once, as another block
+        blocks = () if table is None else table.blocks
+        before, entry.pins = entry.pins, {*blocks, *(placement.indexed(block) for block in blocks)}
+        gone = before - entry.pins
+        if gone:
+            others = [other.pins for other in self._entries.values() if other.pins]
+            self.keeper.unpin(block for block in gone if not any(block in pins for pins in others))
+        placement.pinned.update(entry.pins)
 
     def generate(self, key: bytes, name: str, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """See `Session.generate`."""
@@ -234,16 +270,16 @@ class Sessions:
             out = self._model.generate(input_ids, cache=cache, **kwargs)
             sequences = out if isinstance(out, torch.Tensor) else out.sequences
             _keep_one_row(cache, sequences[0].tolist())
+            with self.runtime.turn:  # before `leave`: its blocks are the last to be moved
+                entry = self._entries.get(key)
+                if entry is not None and entry.cache is cache:  # nobody has deleted it meanwhile, nor begun another
+                    entry.about = replace(entry.about, used_s=time.time())
+                    self._save(entry)
         except BaseException:  # a Ctrl-C too: a session has one row
             _keep_one_row(cache, input_ids[0].tolist())
             raise
         finally:
             state.leave(use)
-        entry = self._entries.get(key)
-        if entry is not None:  # nobody has deleted it meanwhile
-            with self.runtime.turn:
-                entry.about = replace(entry.about, used_s=time.time())
-                self._save(entry)
         return out
 
 
