@@ -8,9 +8,11 @@ hide some of the memory that the soak is there to measure.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -67,6 +69,12 @@ def load_model(path: str | None = None, console: Console | None = None) -> Loade
             f"--model {path}: not a folder with a config.json; give a local folder as save_pretrained writes it"
         )
     return _load_folder(folder, folder.resolve().name, console)
+
+
+def twin(model: Any) -> Any:
+    """Another object of the same model, on the same weights: for several wrappers at once. O(modules), no tensor."""
+    shared = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def _load_folder(folder: Path, name: str, console: Console) -> LoadedModel:

@@ -34,6 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.benchmarks.cold import COLD_FRAC
 from kvtier.benchmarks.fio import ENGINES, fio_rate, fio_version
 from kvtier.benchmarks.machine import machine
 from kvtier.benchmarks.models import load_model
@@ -56,7 +57,6 @@ from kvtier.system import filesystem_kind
 from kvtier.types import Compression, IoMode
 
 TARGETS = {"write 1 MiB": 0.85, "read 384 KiB": 0.80, "read 1 MiB": 0.85}
-COLD_FRAC = 0.95
 
 
 def run(options: argparse.Namespace, folder: Path, console: Console, payload: Payload) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import time
@@ -16,6 +15,7 @@ from unittest.mock import patch
 import torch
 import xxhash
 
+from kvtier.benchmarks.cold import drop_cache
 from kvtier.benchmarks.compression import slices
 from kvtier.benchmarks.models import LoadedModel
 from kvtier.hf import describe
@@ -28,6 +28,7 @@ from kvtier.types import BlockShape, Compression, IoMode, Slot
 # Slices of SmolLM2-135M in fp32 (3 heads of 64, 256 tokens), four to a block; and blocks of 1 MiB.
 SLICES = BlockShape(num_layers=4, kv_heads=3, block_tokens=256, key_dim=64, value_dim=64, element_bytes=4)
 BLOCKS = BlockShape(num_layers=4, kv_heads=2, block_tokens=256, key_dim=64, value_dim=64, element_bytes=4)
+_SEGMENTS = "segment-*.kvt"
 
 
 @dataclass
@@ -95,17 +96,6 @@ def namespace_rate(loaded: LoadedModel, rounds: int) -> float:
     return statistics.median(times) / num_bytes * 1e9
 
 
-def drop_cache(store: NvmeStore) -> None:
-    """Make the store's files cold: dirty pages cannot be dropped, so they are written first."""
-    for path in store.folder.glob("segment-*.kvt"):
-        fd = os.open(path, os.O_RDWR)
-        try:
-            os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
 def measure(
     store: NvmeStore, access: str, depth: int, run_s: float, on_pages: bool, num_slots: int, payload: Payload
 ) -> Measured:
@@ -117,7 +107,7 @@ def measure(
     buffers = [memory(request_bytes, on_pages) for _ in range(depth)]
     for buffer in buffers:
         payload.fill(buffer, store)
-    drop_cache(store)
+    drop_cache(store.folder, _SEGMENTS)
 
     def work(number: int) -> tuple[int, float]:
         count, begun_s = 0, time.perf_counter()
@@ -139,7 +129,7 @@ def measure(
         started_s = time.perf_counter()
         done = list(pool.map(work, range(depth)))
         if is_write and store.io.mode is IoMode.MMAP:
-            drop_cache(store)
+            drop_cache(store.folder, _SEGMENTS)
         elapsed_s = time.perf_counter() - started_s
     key = "write_bytes" if is_write else "read_bytes"
     num_requests = sum(count for count, _ in done)
