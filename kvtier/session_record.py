@@ -94,6 +94,11 @@ class SessionRecord:
         return labels
 
 
+def salt_digest(salt: bytes) -> bytes:
+    """What stands for a tenant's salt where others may see it: 32 bytes. Empty: no salt."""
+    return digest("salt", [("salt", salt)])
+
+
 def session_key(salt: bytes, name: str) -> bytes:
     """32 bytes for a tenant's session of that name; `salt` is the digest that a record has. Says neither of the two."""
     return digest("session", [("salt", salt), ("name", name.encode(errors="surrogatepass"))])

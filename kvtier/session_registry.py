@@ -15,8 +15,8 @@ from kvtier.errors import ClosedError, SessionExistsError, UnsupportedError
 from kvtier.generate import Generation
 from kvtier.hf import TieredCache
 from kvtier.runtime import Runtime
-from kvtier.session_keeper import SessionKeeper, salt_digest
-from kvtier.session_record import SessionRecord, session_key
+from kvtier.session_keeper import SessionKeeper
+from kvtier.session_record import SessionRecord, salt_digest, session_key
 from kvtier.types import Tier
 
 

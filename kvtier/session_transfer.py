@@ -18,7 +18,7 @@ from kvtier.residency import BlockState
 from kvtier.runtime import Runtime
 from kvtier.sequences import Beginning
 from kvtier.session_archive import ArchiveHeader, ArchiveReader, AsyncArchiveReader, write_archive, write_archive_async
-from kvtier.session_keeper import salt_digest
+from kvtier.session_record import salt_digest
 from kvtier.session_registry import Sessions
 from kvtier.stores.slab import SlabStore
 from kvtier.types import BlockId, BlockShape, Tier
