@@ -102,6 +102,7 @@ class _Plan:
             self.record = SessionRecord(
                 name or header.name, header.salt, header.namespace, header.block_tokens, header.token_ids,
                 min(header.created_s, now_s), now_s, header.ttl_s, False,
+                next((each.record.kv for each in folder.sessions if each.record.namespace == header.namespace), None),
             )  # fmt: skip
         except ValueError as error:
             raise ArchiveError(f"{file}: {error}") from None
