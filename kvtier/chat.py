@@ -71,7 +71,7 @@ class Chat:
         """Answer, piece by piece.
 
         Args:
-            show: called with each piece of the answer.
+            show: called after each token with what is to be shown of it, which may be nothing yet.
             stop: asked after each token; the answer ends there when it says so.
 
         Raises:
@@ -159,9 +159,10 @@ class _Watch:
 
     def _flush(self, *, is_over: bool) -> None:
         text = str(self._tokenizer.decode([each for each in self._ids if each not in self._ends]))
-        if is_over or not text.endswith("\ufffd"):  # a character of which some bytes are still to come
-            self._show(text[self._shown :])
-            self._shown = len(text)
+        if text.endswith("\ufffd") and not is_over:  # a character of which some bytes are still to come
+            text = text[: self._shown]
+        self._show(text[self._shown :])
+        self._shown = len(text)
 
 
 def _held(cache: TieredCache) -> list[tuple[str, int]]:

@@ -134,9 +134,10 @@ def test_a_session_goes_on_in_the_folder_that_it_was_imported_to(tmp_path: Path,
     assert status == 2 and "has one of that name and salt" in err and err.count("\n") == 1
     assert sessions("import", nvme(there), file, "--name", "alice again")[0] == 0
     assert cli.main(["fsck", str(nvme(there))]) == 0
-    for name in ("alice", "alice again"):
+    # The second finds the tail of both gone, since the first has appended to it: that is computed again.
+    for name, most_again in (("alice", 0), ("alice again", len(held["alice"]) % BLOCK)):
         computed, ids = goes_on(there, name, held["alice"])
-        assert computed == 1 + 3 and ids == answer(held["alice"])
+        assert 1 + 3 <= computed <= 1 + 3 + most_again and ids == answer(held["alice"])
 
 
 def test_the_library_takes_what_the_command_exports(tmp_path: Path, sessions: Any) -> None:
