@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.chat_template import chat_parts, closed, encode
 from kvtier.errors import ConfigError
 
 FACTS_PER_SESSION = 3
 _ADJECTIVES = ("Amber", "Silver", "Quiet", "Crimson", "Hollow", "Northern", "Golden", "Winter", "Iron", "Velvet")
 _NOUNS = ("Falcon", "Harbour", "Meadow", "Lantern", "Orchard", "Canyon", "Beacon", "Glacier", "Anchor", "Thistle")
-_MARK = "\x00kvtier\x00"
 # Of code points, per token wanted, so that one encoding of a window is enough for any tokenizer and most scripts.
 _WINDOW_CHARS_PER_TOKEN = 8
 
@@ -57,9 +57,7 @@ class SessionPlan:
         """The transcript (which ends with an answer, or is empty) and turn `turn`'s ids, ready for `generate`."""
         ids = list(transcript)
         if ids:
-            # The end-of-turn token is there already when the model chose it itself.
-            closing = list(self.closing_ids)
-            ids += closing[1:] if closing[:1] == ids[-1:] else closing
+            ids = closed(ids, self.closing_ids)
         return ids + list(self.turns[turn].ids)
 
 
@@ -105,18 +103,22 @@ def make_session_plan(
     """
     rng = random.Random(f"{seed}:{index}")
     facts = tuple(_fact(index * FACTS_PER_SESSION + i, seed) for i in range(FACTS_PER_SESSION))
-    head, tail, follow_head, closing = _chat_parts(tokenizer)
+    parts = chat_parts(tokenizer)
     context = _context(tokenizer, text, rng, facts, context_tokens)
     turns = []
     for turn in range(num_turns):
         fact = facts[turn % len(facts)] if turn % 4 != 3 else None
         question = f"What is the access code of {fact.subject}?" if fact else "What is the text above about?"
         if turn == 0:
-            ids = [*_encode(tokenizer, head, first=True), *context, *_encode(tokenizer, f"\n\n{question}{tail}")]
+            ids = [
+                *encode(tokenizer, parts.head, first=True),
+                *context,
+                *encode(tokenizer, f"\n\n{question}{parts.ask}"),
+            ]
         else:
-            ids = _encode(tokenizer, f"{follow_head}{question}{tail}")
+            ids = encode(tokenizer, f"{parts.next_head}{question}{parts.ask}")
         turns.append(PlannedTurn(tuple(ids), fact))
-    return SessionPlan(f"session-{index}", facts, tuple(turns), tuple(_encode(tokenizer, closing)))
+    return SessionPlan(f"session-{index}", facts, tuple(turns), tuple(encode(tokenizer, parts.closing)))
 
 
 def _fact(number: int, seed: int) -> Fact:
@@ -127,15 +129,15 @@ def _fact(number: int, seed: int) -> Fact:
 
 
 def _context(tokenizer: Any, text: str, rng: random.Random, facts: Sequence[Fact], num_tokens: int) -> list[int]:
-    planted = [_encode(tokenizer, f"\n\n{fact.sentence}\n\n") for fact in facts]
+    planted = [encode(tokenizer, f"\n\n{fact.sentence}\n\n") for fact in facts]
     num_document = num_tokens - sum(len(ids) for ids in planted)
     if num_document < 2 * len(facts):
         raise ConfigError(f"--context {num_tokens}: too short for {len(facts)} planted facts; give at least 200 tokens")
     start = text.find("\n", rng.randrange(len(text))) + 1  # 0 where no line follows: the text's beginning
     window = text[start : start + _WINDOW_CHARS_PER_TOKEN * num_tokens]
-    ids = _encode(tokenizer, window)
+    ids = encode(tokenizer, window)
     while len(ids) < num_document:  # a short text is told again from its beginning
-        ids += _encode(tokenizer, text[: _WINDOW_CHARS_PER_TOKEN * num_tokens])
+        ids += encode(tokenizer, text[: _WINDOW_CHARS_PER_TOKEN * num_tokens])
     ids = ids[:num_document]
     # One fact in each equal part of the context, at a place drawn by lot; from the back, so that places stay valid.
     part = num_document // len(facts)
@@ -143,34 +145,3 @@ def _context(tokenizer: Any, text: str, rng: random.Random, facts: Sequence[Fact
         place = i * part + rng.randrange(part)
         ids[place:place] = planted[i]
     return ids
-
-
-def _encode(tokenizer: Any, text: str, *, first: bool = False) -> list[int]:
-    if not text and not first:
-        return []
-    # Chat templates write their own begin-of-text token; a plain tokenizer adds it to the first piece only.
-    special = first and not getattr(tokenizer, "chat_template", None)
-    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
-
-
-def _chat_parts(tokenizer: Any) -> tuple[str, str, str, str]:
-    """(text before the first user's words, text between a user's words and the answer, text before a later user's
-    words, text that ends an answer), from the chat template, or plain lines if there is none or it is unusual."""
-    plain = ("", "\nAnswer:", "Question: ", "\n\n")
-    if not getattr(tokenizer, "chat_template", None):
-        return plain
-
-    def render(*words: str, ask: bool) -> str:
-        roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": word} for i, word in enumerate(words)]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
-
-    first = render(_MARK, ask=True)
-    answered = render("q", _MARK, ask=False)
-    asked_again = render("q", "a", _MARK, ask=True)
-    before = render("q", "a", ask=False)
-    if any(text.count(_MARK) != 1 for text in (first, answered, asked_again)) or not asked_again.startswith(before):
-        return plain
-    head, tail = first.split(_MARK)
-    follow_head = asked_again[len(before) :].split(_MARK)[0]
-    return head, tail, follow_head, answered.split(_MARK)[1]

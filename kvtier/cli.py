@@ -1,4 +1,4 @@
-"""The command line: `kvtier soak`, `kvtier doctor`, `kvtier fsck`, `kvtier version`.
+"""The command line: `kvtier soak`, `doctor`, `fsck`, `chat`, `sessions`, `version`.
 
 Exit statuses: 0 all is well; 1 the soak failed, the folder is damaged, or the config given to the doctor cannot work
 here; 2 bad input, with a line on stderr for each mistake, or a standard output that cannot be written; 3 the soak was
@@ -28,14 +28,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kvtier import __version__
+from kvtier import __version__, cli_sessions
+from kvtier.cli_chat import chat
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.log_level import VARIABLE, parse_level
-from kvtier.terminal import OutputLostError, guarded_errors, guarded_output, printable, sigterm_is_ctrl_c
+from kvtier.terminal import OutputLostError, guarded_errors, guarded_output, page_console, printable, sigterm_is_ctrl_c
 
 EXIT_DAMAGED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_READER_LEFT = 128 + signal.SIGPIPE  # as the shell says of a command that SIGPIPE ended
-_PAGE_WIDTH = 80  # the least: a table squeezed into less loses the digits that --drop takes, a terminal wraps lines
 
 app = typer.Typer(
     name="kvtier",
@@ -44,6 +44,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.command()(chat)
+app.add_typer(cli_sessions.app, name="sessions")
 
 
 class Verify(enum.StrEnum):
@@ -194,7 +198,7 @@ def fsck(
     if json_:
         sys.stdout.write(json.dumps(report.document(), allow_nan=False) + "\n")
     else:
-        _page_console().print(report.page(), soft_wrap=True)
+        page_console().print(report.page(), soft_wrap=True)
     raise typer.Exit(EXIT_DAMAGED if report.outcome is Outcome.DAMAGED else 0)
 
 
@@ -221,14 +225,8 @@ def doctor(
     else:
         with Bars(Console(stderr=True)) as bars:
             report = examine(wishes, bars)
-        print_report(report, _page_console())
+        print_report(report, page_console())
     raise typer.Exit(report.exit_status)
-
-
-def _page_console() -> Console:
-    console = Console(highlight=False)
-    console.width = max(console.width, _PAGE_WIDTH)
-    return console
 
 
 def _is_given(context: typer.Context, field: str) -> bool:

@@ -16,20 +16,41 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import aiofiles
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.archive_format import NOT_ONE, ArchiveEncoder, ArchiveLayout, InvalidArchive, read_layout
 from kvtier.archive_header import ArchiveHeader
 from kvtier.errors import ArchiveError, ClosedError
 from kvtier.new_file import NewFile
 from kvtier.stores.file_io import close_fd
-from kvtier.types import Compression
+from kvtier.types import BlockShape, Compression
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["ArchiveHeader", "ArchiveReader", "AsyncArchiveReader", "write_archive", "write_archive_async"]
+__all__ = [
+    "ArchiveHeader",
+    "ArchiveReader",
+    "AsyncArchiveReader",
+    "write_archive",
+    "write_archive_async",
+    "zero_behind",
+]
 
 _T = TypeVar("_T")
+
+
+def zero_behind(block: npt.NDArray[np.uint8], shape: BlockShape, num_tokens: int) -> None:
+    """Make all of a block zero but its first tokens: other conversations may have left their KV there.
+
+    Args:
+        block: `[block_bytes]`, changed in place.
+    """
+    if num_tokens >= shape.block_tokens:
+        return
+    for layer in block.reshape(shape.num_layers, shape.slice_bytes):
+        for part in (layer[: shape.key_bytes], layer[shape.key_bytes :]):
+            part.reshape(shape.kv_heads, shape.block_tokens, -1)[:, num_tokens:] = 0
 
 
 def write_archive(

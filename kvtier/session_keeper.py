@@ -8,7 +8,6 @@ from dataclasses import replace
 from kvtier.block_table import TokenSource
 from kvtier.errors import StoreError
 from kvtier.hf import TieredCache
-from kvtier.identity import digest
 from kvtier.labels import Sealed
 from kvtier.log import logger
 from kvtier.prefix import Miss
@@ -17,11 +16,6 @@ from kvtier.sequences import Beginning
 from kvtier.session_record import SessionRecord
 from kvtier.stores.nvme import NvmeStore
 from kvtier.types import BlockId, SequenceId, Slot, SlotLabel, Tier
-
-
-def salt_digest(salt: bytes) -> bytes:
-    """What stands for a tenant's salt where others may see it: 32 bytes."""
-    return digest("salt", [("salt", salt)])
 
 
 class SessionKeeper:

@@ -23,13 +23,50 @@ CHECKSUM_BYTES = 32
 _HEAD = struct.Struct("<8sHH")  # magic, version, reserved
 _LENGTH = struct.Struct("<Q")
 _TIMES = struct.Struct("<ddd")
-_FIELDS = ("name", "salt", "namespace", "block_tokens", "times", "is_pinned", "token_ids")
+_HEADS = struct.Struct("<QQQ")  # kv_heads, key_dim, value_dim
+_FIELDS = ("name", "salt", "namespace", "block_tokens", "times", "is_pinned", "kv", "token_ids")
 _MAX_BLOCK_TOKENS = (1 << 31) - 1
 _TOKEN_BYTES = 4
 
 
 class LaterVersionError(ValueError):
     """Whole, and of a format version that this code does not know, and does not guess at."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How the KV of one layer lies in a block: what reading it takes that has no model at hand.
+
+    Raises ValueError: sizes below 1, texts that are empty or not printable.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    """As torch calls it, without `torch.`."""
+    model: str
+    """For people; it proves nothing."""
+
+    def __post_init__(self) -> None:
+        if not all(1 <= each <= _MAX_BLOCK_TOKENS for each in (self.kv_heads, self.key_dim, self.value_dim)):
+            raise ValueError(f"kv is of {self.kv_heads} heads of {self.key_dim} and {self.value_dim}")
+        if not all(text and text.isprintable() for text in (self.dtype, self.model)):
+            raise ValueError("kv has a dtype or model that is no name")
+
+    def encoded(self) -> bytes:
+        """As a record has it."""
+        heads = _HEADS.pack(self.kv_heads, self.key_dim, self.value_dim)
+        return heads + f"{self.dtype}\0{self.model}".encode(errors="surrogatepass")
+
+    @classmethod
+    def decoded(cls, data: bytes) -> KvLayout:
+        """What `encoded` was made of. Raises ValueError."""
+        dtype, _, model = str(data[_HEADS.size :], "utf-8", "surrogatepass").partition("\0")
+        if len(data) < _HEADS.size:
+            raise ValueError("has a kv of another size than it has")
+        kv_heads, key_dim, value_dim = _HEADS.unpack_from(data)
+        return cls(kv_heads, key_dim, value_dim, dtype, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +92,8 @@ class SessionRecord:
     """Kept for so long after its last use; inf: until it is deleted."""
     is_pinned: bool
     """Kept whatever `ttl_s` says."""
+    kv: KvLayout | None = None
+    """Of its blocks; None: nothing was computed yet, or it is not in blocks alone."""
 
     def __post_init__(self) -> None:
         if len(self.salt) != DIGEST_BYTES or len(self.namespace) != DIGEST_BYTES:
@@ -94,6 +133,11 @@ class SessionRecord:
         return labels
 
 
+def salt_digest(salt: bytes) -> bytes:
+    """What stands for a tenant's salt where others may see it: 32 bytes. Empty: no salt."""
+    return digest("salt", [("salt", salt)])
+
+
 def session_key(salt: bytes, name: str) -> bytes:
     """32 bytes for a tenant's session of that name; `salt` is the digest that a record has. Says neither of the two."""
     return digest("session", [("salt", salt), ("name", name.encode(errors="surrogatepass"))])
@@ -108,6 +152,7 @@ def encode(record: SessionRecord) -> bytes:
         _LENGTH.pack(record.block_tokens),
         _TIMES.pack(record.created_s, record.used_s, record.ttl_s),
         bytes([record.is_pinned]),
+        b"" if record.kv is None else record.kv.encoded(),
         _little(record.token_ids).tobytes(),
     )
     data = _HEAD.pack(MAGIC, VERSION, 0) + framed(zip(_FIELDS, values, strict=True))
@@ -136,7 +181,7 @@ def decode(data: bytes) -> SessionRecord:
         raise LaterVersionError(f"is of format version {version}, this code knows {VERSION}")
     if version != VERSION or reserved:
         raise ValueError(f"is of format version {version}, which there is not")
-    name, salt, namespace, block_tokens, times, is_pinned, token_ids = _unframed(body[_HEAD.size :])
+    name, salt, namespace, block_tokens, times, is_pinned, kv, token_ids = _unframed(body[_HEAD.size :])
     if len(block_tokens) != _LENGTH.size or len(times) != _TIMES.size or bytes(is_pinned) not in (b"\0", b"\1"):
         raise ValueError("has a field of another size than it has")
     if len(token_ids) % _TOKEN_BYTES:
@@ -154,6 +199,7 @@ def decode(data: bytes) -> SessionRecord:
         used_s=used_s,
         ttl_s=ttl_s,
         is_pinned=bytes(is_pinned) == b"\1",
+        kv=KvLayout.decoded(bytes(kv)) if kv else None,
     )
 
 

@@ -16,8 +16,8 @@ from kvtier.generate import Generation
 from kvtier.hf import TieredCache, check_process
 from kvtier.log import logger
 from kvtier.runtime import Runtime
-from kvtier.session_keeper import SessionKeeper, salt_digest
-from kvtier.session_record import SessionRecord, session_key
+from kvtier.session_keeper import SessionKeeper
+from kvtier.session_record import KvLayout, SessionRecord, salt_digest, session_key
 from kvtier.types import BlockId, SequenceId, SlotLabel, Tier
 
 
@@ -87,9 +87,12 @@ class Sessions:
         return SessionRecord(name, salt_digest(salt), bytes(32), each, nothing, now_s, now_s, math.inf, False)
 
     @property
-    def model_name(self) -> str:
-        """The model's class, for people."""
-        return type(self._model).__name__
+    def layout(self) -> KvLayout:
+        """How the KV of one layer lies in a block."""
+        group = self.runtime.group
+        shape = group.shape
+        model = f"{type(self._model).__name__}: {len(group.layers)} layers of {shape.kv_heads} x {shape.key_dim}"
+        return KvLayout(shape.kv_heads, shape.key_dim, shape.value_dim, group.dtype, model)
 
     @staticmethod
     def key(name: str, salt: bytes) -> bytes:
@@ -236,7 +239,8 @@ class Sessions:
     def _save(self, entry: _Entry) -> None:
         """With the turn held. What is kept of the conversation is what it is now."""
         assert entry.cache is not None  # it was just used
-        saved = self.keeper.save(entry.cache, entry.about)
+        kv = None if self.runtime.group.num_untiered else self.layout
+        saved = self.keeper.save(entry.cache, replace(entry.about, kv=kv))
         if saved is not None:
             entry.about = saved
         entry.sequences.add(entry.cache.state.batch.tables[0].sequence)

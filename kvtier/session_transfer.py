@@ -17,11 +17,18 @@ from kvtier.identity import token_content
 from kvtier.residency import BlockState
 from kvtier.runtime import Runtime
 from kvtier.sequences import Beginning
-from kvtier.session_archive import ArchiveHeader, ArchiveReader, AsyncArchiveReader, write_archive, write_archive_async
-from kvtier.session_keeper import salt_digest
+from kvtier.session_archive import (
+    ArchiveHeader,
+    ArchiveReader,
+    AsyncArchiveReader,
+    write_archive,
+    write_archive_async,
+    zero_behind,
+)
+from kvtier.session_record import salt_digest
 from kvtier.session_registry import Sessions
 from kvtier.stores.slab import SlabStore
-from kvtier.types import BlockId, BlockShape, Tier
+from kvtier.types import BlockId, Tier
 
 
 def export_session(sessions: Sessions, key: bytes, name: str, path: Path, overwrite: bool) -> int:
@@ -93,8 +100,8 @@ class _Export:
             namespace=_namespace(runtime, state.salt),
             block_tokens=shape.block_tokens,
             block_bytes=shape.block_bytes,
-            dtype=runtime.group.dtype,
-            model=_model(sessions),
+            dtype=sessions.layout.dtype,
+            model=sessions.layout.model,
             token_ids=table.ids(),
             created_s=about.created_s,
             ttl_s=about.ttl_s,
@@ -131,7 +138,7 @@ class _Export:
                 data = torch.empty(store.shape.block_bytes, dtype=torch.uint8)
                 store.read(slot, data)
         num_tokens = min(runtime.group.shape.block_tokens, _left(self._table, index))
-        _zero_behind(data, runtime.group.shape, num_tokens)
+        zero_behind(data.numpy(), runtime.group.shape, num_tokens)
         return data.numpy().data
 
 
@@ -246,21 +253,5 @@ def _namespace(runtime: Runtime, salt: bytes) -> bytes:
     return found.salted(salt).namespace
 
 
-def _model(sessions: Sessions) -> str:
-    group = sessions.runtime.group
-    shape = group.shape
-    return f"{sessions.model_name}: {len(group.layers)} layers of {shape.kv_heads} x {shape.key_dim}, {group.dtype}"
-
-
 def _left(table: BlockTable, index: int) -> int:
     return table.num_tokens - index * table.block_tokens
-
-
-def _zero_behind(data: torch.Tensor, shape: BlockShape, num_tokens: int) -> None:
-    """Other conversations may have left their KV there."""
-    if num_tokens >= shape.block_tokens:
-        return
-    for layer in data.view(shape.num_layers, shape.slice_bytes):
-        keys, values = layer[: shape.key_bytes], layer[shape.key_bytes :]
-        for part in (keys, values):
-            part.view(shape.kv_heads, shape.block_tokens, -1)[:, num_tokens:] = 0

@@ -12,6 +12,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
+from rich.console import Console
+
+_PAGE_WIDTH = 80  # the least: a table squeezed into less loses the digits that --drop takes, a terminal wraps lines
+
 
 class OutputLostError(Exception):
     """Standard output cannot be written. Not an OSError, for which a disk that is being looked at would be blamed."""
@@ -125,3 +129,10 @@ def sigterm_is_ctrl_c() -> Iterator[None]:
 def printable(text: str) -> str:
     """The text with everything that a terminal would obey, or cannot show, as an escape: names may hold anything."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def page_console() -> Console:
+    """For what a command prints on standard output."""
+    console = Console(highlight=False)
+    console.width = max(console.width, _PAGE_WIDTH)
+    return console

@@ -35,6 +35,11 @@ def punch_hole(fd: int, offset_bytes: int, num_bytes: int) -> None:
     _change(fd, _PUNCH_HOLE, offset_bytes, num_bytes)
 
 
+def zero_pages(fd: int, offset_bytes: int, num_bytes: int) -> None:
+    """Make whole pages read as zeros that stay allocated, without writing them. Raises OSError where it is unknown."""
+    _change(fd, _ZERO_RANGE, offset_bytes, num_bytes)
+
+
 def _change(fd: int, mode: int, offset_bytes: int, num_bytes: int) -> None:
     fallocate = _fallocate()
     if fallocate is None:
@@ -91,7 +96,7 @@ class Segment:
         Where the file system can, it only notes that nothing is in them, and nothing is written; else zeros are.
         """
         try:
-            _change(self._file.fd, _ZERO_RANGE, offset_bytes, num_bytes)
+            zero_pages(self._file.fd, offset_bytes, num_bytes)
         except OSError:  # not known there (tmpfs), or no room for the note
             zeros = np.zeros(min(num_bytes, _ZEROS_BYTES), np.uint8)
             for at in range(0, num_bytes, _ZEROS_BYTES):

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from kvtier.stores.file_io import PAGE_BYTES
+from kvtier.stores.segment import punch_hole, zero_pages
 from kvtier.stores.slot_format import Bytes, Geometry, Verdict, whole_pages
 from kvtier.stores.superblock import SegmentKind, read_superblock, superblock
 
@@ -225,6 +226,25 @@ def invalidate_slot(fd: int, geometry: Geometry, slot: int) -> None:
     while page:
         written = os.pwrite(fd, page, offset_bytes)
         page, offset_bytes = page[written:], offset_bytes + written
+
+
+def erase_slot(fd: int, geometry: Geometry, slot: int) -> None:
+    """Make a slot free, and leave none of its bytes in the file: first what it is found by, then the rest.
+
+    A slot of a file that is all allocated stays so; of one with holes it becomes one. On the medium when it returns, as
+    far as files reach it. For the folder's owner alone. Raises OSError; some bytes may still be there then.
+    """
+    invalidate_slot(fd, geometry, slot)
+    os.fdatasync(fd)  # no header for bytes that are gone, whatever happens
+    offset_bytes, status = PAGE_BYTES + slot * geometry.slot_bytes, os.fstat(fd)
+    erase = zero_pages if status.st_blocks * 512 >= status.st_size else punch_hole
+    try:
+        erase(fd, offset_bytes, geometry.slot_bytes)
+    except OSError:  # not known there
+        end, zeros = offset_bytes + geometry.slot_bytes, memoryview(bytes(_CHUNK_BYTES))
+        while offset_bytes < end:
+            offset_bytes += os.pwrite(fd, zeros[: end - offset_bytes], offset_bytes)
+    os.fdatasync(fd)
 
 
 def mend_segment(fd: int, geometry: Geometry, num_whole_slots: int) -> None:

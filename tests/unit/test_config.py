@@ -74,7 +74,7 @@ def test_presets_load(name: str) -> None:
 
 
 def test_the_presets_that_the_documents_name() -> None:
-    assert preset_names() == ["laptop", "quickstart", "server-80gb", "workstation-24gb"]
+    assert preset_names() == ["chat", "laptop", "quickstart", "server-80gb", "workstation-24gb"]
 
 
 def test_quickstart_cannot_hold_its_sessions_above_nvme() -> None:

@@ -24,6 +24,7 @@ from kvtier.labels import Fingerprint, Labels, Origin
 from kvtier.session_record import (
     MAGIC,
     VERSION,
+    KvLayout,
     LaterVersionError,
     SessionRecord,
     decode,
@@ -46,6 +47,15 @@ RECORDS = st.builds(
     used_s=TIMES,
     ttl_s=st.floats(min_value=0, allow_nan=False),
     is_pinned=st.booleans(),
+    kv=st.none()
+    | st.builds(
+        KvLayout,
+        kv_heads=st.integers(1, 2**31 - 1),
+        key_dim=st.integers(1, 2**31 - 1),
+        value_dim=st.integers(1, 2**31 - 1),
+        dtype=st.sampled_from(["float32", "bfloat16"]),
+        model=st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), min_size=1),
+    ),
 )
 PAGE = (Path(__file__).parents[2] / "docs" / "nvme-format.md").read_text(encoding="utf-8")
 
@@ -98,16 +108,18 @@ def test_anything_is_refused_with_a_reason(data: bytes) -> None:
             decode(crafted)
 
 
+KV = KvLayout(2, 16, 8, "float32", "Llama")
 HEAD = MAGIC + struct.pack("<HH", VERSION, 0)
 GOOD = {
     "name": b"alice", "salt": b"s" * 32, "namespace": b"n" * 32, "block_tokens": struct.pack("<Q", 4),
-    "times": struct.pack("<ddd", 1.0, 2.0, 3.0), "is_pinned": b"\0", "token_ids": struct.pack("<3i", 7, -8, 9),
+    "times": struct.pack("<ddd", 1.0, 2.0, 3.0), "is_pinned": b"\0",
+    "kv": struct.pack("<QQQ", 2, 16, 8) + b"float32\0Llama", "token_ids": struct.pack("<3i", 7, -8, 9),
 }  # fmt: skip
 
 
 def test_the_format_is_what_the_page_says() -> None:
     kept = decode(signed(HEAD + framed(GOOD.items())))
-    assert kept == SessionRecord("alice", b"s" * 32, b"n" * 32, 4, array("i", [7, -8, 9]), 1.0, 2.0, 3.0, False)
+    assert kept == SessionRecord("alice", b"s" * 32, b"n" * 32, 4, array("i", [7, -8, 9]), 1.0, 2.0, 3.0, False, KV)
     assert encode(kept) == signed(HEAD + framed(GOOD.items()))
     rows = re.findall(r"^\| `(\w+)` \| ([\w .,]+) \|", PAGE.split("## Sessions")[1], re.M)
     assert [name for name, _ in rows] == list(GOOD)
@@ -128,6 +140,12 @@ def test_the_format_is_what_the_page_says() -> None:
         ({"times": struct.pack("<ddd", 1, 2, -1)}, "ttl_s is -1"),
         ({"is_pinned": b"\2"}, "another size"),
         ({"is_pinned": b""}, "another size"),
+        ({"kv": b"12345"}, "another size"),
+        ({"kv": struct.pack("<QQQ", 0, 16, 8) + b"float32\0Llama"}, "kv is of 0 heads"),
+        ({"kv": struct.pack("<QQQ", 2, 16, 2**64 - 1) + b"float32\0Llama"}, "kv is of 2 heads"),
+        ({"kv": struct.pack("<QQQ", 2, 16, 8) + b"float32"}, "no name"),
+        ({"kv": struct.pack("<QQQ", 2, 16, 8) + b"float32\0a\x1b[31m"}, "no name"),
+        ({"kv": struct.pack("<QQQ", 2, 16, 8) + b"\xff\0Llama"}, "decode"),
         ({"token_ids": b"12345"}, "5 bytes of token ids"),
     ],
 )
