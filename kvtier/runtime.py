@@ -89,6 +89,8 @@ class Runtime:
         persists = nvme is not None and nvme.path is not None and nvme.budget.amount > 0
         self.shares = config.shares_prefixes and past is Past.BLOCKS
         """Whether prompts are looked up."""
+        self.can_keep = past is Past.BLOCKS
+        """Whether all that a conversation left is in blocks."""
         named = fingerprints is not None and (persists or self.shares)
         self.labels = Labels(fingerprints, outlives=persists) if fingerprints is not None and named else None
         """What gives blocks a label; None: nothing outlives the process or is shared in it."""

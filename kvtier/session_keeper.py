@@ -28,7 +28,7 @@ class SessionKeeper:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         store = runtime.stores.get(Tier.NVME)
-        keeps = isinstance(store, NvmeStore) and store.persistent and runtime.shares
+        keeps = isinstance(store, NvmeStore) and store.persistent and runtime.can_keep
         self._store = store if keeps and isinstance(store, NvmeStore) else None
         self._records: dict[bytes, SessionRecord] = {}
         self._to_erase: set[Slot] = set()
@@ -77,7 +77,7 @@ class SessionKeeper:
             return
         state.check_weights()
         runtime, batch, origin = self._runtime, state.batch, state.batch.origin
-        if origin is None or not state.may_reuse():
+        if origin is None or not state.is_plain():
             return
         each = runtime.manager.block_tokens
         if record.namespace != origin.fingerprint.namespace or record.block_tokens != each:

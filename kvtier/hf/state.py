@@ -83,16 +83,17 @@ class CacheState:
 
     def may_reuse(self) -> bool:
         """Whether KV that was made of the same tokens may stand for what this model computes now."""
-        return self.runtime.shares and self._is_plain()
+        return self.runtime.shares and self.is_plain()
 
     def is_as_begun(self) -> bool:
         """Whether the model computes as it did when the first token held was: no hook, no autocast, nothing set on it.
 
         Called after `check_weights`.
         """
-        return self._is_plain() and self._has_same_modules()
+        return self.is_plain() and self._has_same_modules()
 
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
+        """Whether no hook and no autocast has a part in what the model computes now."""
         return self.runtime.source is None or self.runtime.source.is_plain({})
 
     def _has_same_modules(self) -> bool:
@@ -102,7 +103,7 @@ class CacheState:
         """Why the model as it is now would not compute the tokens held again; None where nothing speaks against it."""
         if not self.has_current_weights():
             return "the model's weights have changed since"
-        if not self._is_plain():
+        if not self.is_plain():
             return "hooks or autocast have a part in what the model computes now, and nobody can tell whether they had"
         if self.runtime.source is None:
             return None

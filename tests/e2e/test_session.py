@@ -260,3 +260,19 @@ def test_sessions_of_several_users_under_one_budget(mode: str, tmp_path: Path) -
         for name in transcripts:
             tiered.session(name).delete()
         assert occupied(tiered) == 0
+
+
+@pytest.mark.parametrize("mode", ["gathered", "blockwise"])
+def test_sessions_survive_a_restart_without_the_prefix_cache_too(tmp_path: Path, mode: str) -> None:
+    """In gathered mode to the bit: what comes back is what was written."""
+    model = tiny("llama")
+    values, ids = small_config(model, tmp_path, mode), tokens(100)
+    cache = DynamicCache(config=model.config)
+    for seed in range(3):
+        with TieredKV(model, values) as tiered:
+            assert not tiered._runtime.shares
+            ours = tiered.session("alice").generate(ids, **GREEDY)
+            assert tiered.stats()["tokens"] < (160 if seed == 0 else 70)
+        plain = model.generate(ids, cache=cache, prefill_chunk_size=values["prefill_chunk"], **GREEDY)
+        assert_same(ours, plain, mode)
+        ids = torch.cat([ours.sequences, tokens(30, seed + 1)], dim=1)
