@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -319,3 +320,16 @@ def test_threads_on_sessions_of_their_own_are_all_resumed(model: Any, tmp_path: 
         for name, ids in transcripts.items():
             _, computed = ask(tiered, tiered.session(name), ids)
             assert computed - NEW == 1 + 10
+
+
+def test_the_page_on_sessions_has_an_example_that_runs(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    page = (Path(__file__).parents[2] / "docs" / "sessions.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {"model": model, "torch": torch, "TieredKV": TieredKV}
+    names |= {"alice_ids": tokens(40), "next_question_ids": tokens(9)}
+    exec(compile(example, "docs/sessions.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("alice 88 {")
+    assert list(tmp_path.rglob("segment-*")) and not list(tmp_path.rglob("session-*"))

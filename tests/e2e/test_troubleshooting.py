@@ -223,7 +223,7 @@ def logged() -> list[str]:
 
 
 def pattern(template: str) -> str:
-    parts = re.split(r"%[sd]", template)
+    parts = re.split(r"%[sdr]", template)
     return ".+".join(re.escape(part.replace("%%", "%")) for part in parts)
 
 
