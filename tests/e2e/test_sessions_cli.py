@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,9 @@ import torch
 
 from kvtier import TieredKV, cli
 from kvtier.session_archive import ArchiveReader
+from kvtier.session_folder import SessionFolder
+from kvtier.stores import slot_check
+from kvtier.stores.folder_view import FolderView
 from tests.archives import archive, header
 from tests.e2e.families import BLOCK, small_config, tiny, tokens
 
@@ -108,7 +112,17 @@ def test_delete_erases_what_no_other_session_has(tmp_path: Path, sessions: Any) 
     assert goes_on(config, "alice", held["alice"])[0] == len(held["alice"]) - 5 * BLOCK + 1 + 3
 
 
-def test_no_byte_of_a_deleted_session_is_left_in_the_files(tmp_path: Path, sessions: Any) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_no_byte_of_a_deleted_session_is_left_in_the_files(
+    tmp_path: Path, sessions: Any, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """Also where the file system cannot make pages zero by itself."""
+
+    def unknown(*args: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    if not is_known:
+        monkeypatch.setattr(slot_check, "zero_pages", unknown)
     config = config_at(tmp_path, gpu_slots=40)
     talked(config, "alice")
     files = list((nvme(config) / "kv").glob("segment-*"))
@@ -168,13 +182,10 @@ def test_what_others_left_behind_a_tail_is_not_exported(tmp_path: Path, sessions
 def test_blocks_that_are_gone_are_told_and_the_beginning_can_be_had(tmp_path: Path, sessions: Any) -> None:
     config, file = config_at(tmp_path), tmp_path / "alice.kvsession"
     held = talked(config, "alice")
-    from kvtier.session_folder import SessionFolder
-    from kvtier.stores.slot_check import erase_slot
-
     with SessionFolder(nvme(config), owned=True) as folder:
         (place,) = folder.find("alice").places[6]
         with folder._opened(place.segment.name, writable=True) as fd:
-            erase_slot(fd, place.segment.geometry, place.slot)
+            slot_check.erase_slot(fd, place.segment.geometry, place.slot)
     shown = json.loads(sessions("show", nvme(config), "alice", "--json")[1])
     assert shown["missing_blocks"] == [6] and shown["resumable_tokens"] == 6 * BLOCK
     status, _, err = sessions("export", nvme(config), "alice", file)
@@ -265,3 +276,61 @@ def test_compressed_folders(tmp_path: Path, sessions: Any) -> None:
     assert computed == 1 + 3 and ids == answer(held["alice"])
     assert sessions("delete", nvme(config), "alice", "--yes")[0] == 0
     assert cli.main(["fsck", str(nvme(config))]) == 0
+
+
+def test_a_damaged_block_is_not_exported(tmp_path: Path, sessions: Any) -> None:
+    config, file = config_at(tmp_path), tmp_path / "alice.kvsession"
+    talked(config, "alice")
+    with SessionFolder(nvme(config)) as folder:
+        (place,) = folder.find("alice").places[2]
+    path = nvme(config) / "kv" / place.segment.name
+    data = bytearray(path.read_bytes())
+    geometry = place.segment.geometry
+    data[4096 + place.slot * geometry.slot_bytes + geometry.header_bytes + 7] ^= 1
+    path.write_bytes(data)
+    status, _, err = sessions("export", nvme(config), "alice", file)
+    assert status == 2 and "block 2 is not there, or not whole" in err and err.count("\n") == 1 and not file.exists()
+
+
+def test_a_deletion_that_fails_can_be_repeated(tmp_path: Path, sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_at(tmp_path)
+    talked(config, "alice")
+
+    def failing(self: FolderView, name: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderView, "unlink", failing)
+        status, _, err = sessions("delete", nvme(config), "alice", "--yes")
+        assert status == 2 and "Read-only file system; some of it is still there" in err and err.count("\n") == 1
+    (left,) = json.loads(sessions("list", nvme(config), "--json")[1])["sessions"]
+    assert left["blocks_found"] == 0
+    assert sessions("delete", nvme(config), "alice", "--yes")[0] == 0
+    assert "no sessions in" in sessions("list", nvme(config))[1]
+
+
+def test_writes_that_are_counted_are_counted_here_too(tmp_path: Path, sessions: Any) -> None:
+    here, there = config_at(tmp_path / "here"), config_at(tmp_path / "there")
+    there["tiers"]["nvme"]["max_writes"] = "1GB/day"
+    file = tmp_path / "alice.kvsession"
+    talked(here, "alice")
+    talked(there, "carol")
+    assert sessions("export", nvme(here), "alice", file)[0] == 0
+    status, _, err = sessions("import", nvme(there), file, "--budget", "4MiB")
+    assert status == 2 and "give --max-writes" in err
+    status, _, err = sessions("import", nvme(there), file, "--budget", "4MiB", "--max-writes", "100kB/day")
+    assert status == 2 and "is used up" in err
+    assert [each["name"] for each in json.loads(sessions("list", nvme(there), "--json")[1])["sessions"]] == ["carol"]
+    status, _, err = sessions("import", nvme(there), file, "--budget", "4MiB", "--max-writes", "1GB/day")
+    assert status == 0, err
+
+
+def test_records_that_cannot_be_read_are_counted_and_left(tmp_path: Path, sessions: Any) -> None:
+    config = config_at(tmp_path)
+    talked(config, "alice", "bob")
+    damaged = next((nvme(config) / "kv").glob("session-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    document = json.loads(sessions("list", nvme(config), "--json")[1])
+    assert document["unusable"] == 1 and len(document["sessions"]) == 1
+    assert "1 record cannot be used: `kvtier fsck` names them" in sessions("list", nvme(config))[1]
+    assert damaged.exists()
