@@ -50,6 +50,8 @@ IO_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_io.py")
 RING_TESTS = ("tests/unit/test_ring.py",)
 SPARSE_TESTS = ("tests/fault/test_compression.py",)
 SESSION_TESTS = ("tests/unit/test_session_record.py", "tests/fault/test_session_files.py")
+PREFIX_TESTS = ("tests/unit/test_prefix.py", "tests/unit/test_identity.py", "tests/e2e/test_prefix_cache.py")
+REUSE_TESTS = ("tests/unit/test_reuse.py", "tests/e2e/test_prefix_cache.py")
 TENSOR_TESTS = ("tests/property/test_attention.py", "tests/property/test_open_step.py")
 
 # Loaded by pytest in the copy: whatever the editable install points to, the mutated file must be what is tested. A
@@ -85,6 +87,14 @@ class Mutant:
             return IO_TESTS
         if self.file in (SPARSE, PAYLOAD):
             return SPARSE_TESTS
+        if self.file in (PREFIX, PREFIX_CACHE, LABELS):
+            return PREFIX_TESTS
+        if self.file in (REUSE, KEEPING):
+            return REUSE_TESTS
+        if self.file == QUOTA:
+            return ("tests/e2e/test_quota.py",)
+        if self.file == TRANSFER:
+            return ("tests/e2e/test_session_transfer.py",)
         if self.file in (RECORD, SESSION_FILES):
             return SESSION_TESTS
         return STORE_TESTS if self.file.startswith("kvtier/stores/") else CORE_TESTS
@@ -97,6 +107,9 @@ class Mutant:
 SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
     f"kvtier/{name}.py" for name in ("sequences", "step", "attention", "open_step")
 )
+SEALING, EVICTABLE, PREFIX = (f"kvtier/{name}.py" for name in ("sealing", "evictable", "prefix"))
+PREFIX_CACHE, REUSE, QUOTA, KEEPING = (f"kvtier/{name}.py" for name in ("prefix_cache", "reuse", "quota", "keeping"))
+LABELS, KEEPER, TRANSFER = (f"kvtier/{name}.py" for name in ("labels", "session_keeper", "session_transfer"))
 RECORD, SESSION_FILES = "kvtier/session_record.py", "kvtier/stores/session_files.py"
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
@@ -116,6 +129,39 @@ SPARSE, PAYLOAD = "kvtier/stores/nvme_sparse.py", "kvtier/stores/slot_payload.py
 OTHERS, READER = "kvtier/stores/other_files.py", "kvtier/stores/slot_reader.py"
 
 MUTANTS = [
+    # the prefix cache
+    Mutant("found by hash alone", PREFIX, "or entry.sealed.label != label or", "or"),
+    Mutant("a refuted block is served", PREFIX, "or entry.sealed.is_refuted:", "or False:"),
+    Mutant("a head is taken for a leaf", PREFIX, "and not self._children[identity]", ""),
+    Mutant("one salt for all", LABELS, '("salt", salt)])', '("salt", b"")])'),
+    Mutant("modules play no part", LABELS, "seen = mark, modules", "seen = mark, None"),
+    Mutant("a mark of other weights", LABELS, "seen = mark, modules", "seen = 0, modules"),
+    Mutant("what cannot be read is found", PREFIX_CACHE, "if block in self._placement.unreadable:", "if not block:"),
+    Mutant("found under a hook", REUSE, "or not self._state.may_reuse()", ""),
+    Mutant(
+        "padding taken for tokens",
+        REUSE,
+        "prompts.append(Prompt(padding, row[padding:]))",
+        "prompts.append(Prompt(0, row))",
+    ),
+    Mutant("padding on the right", REUSE, "if not all(seen[padding:]) or", "if"),
+    Mutant("the last token is not computed", REUSE, "+ prompts[0].padding - 1", "+ prompts[0].padding"),
+    Mutant("slower is loaded", REUSE, "best_cut(in_files, compute_s, load_s)", "first"),
+    Mutant("the newest is not kept whole", KEEPING, "chain, {}, makes_room=False", "chain[-1:], {}, makes_room=False"),
+    Mutant("a quota in memory", QUOTA, "prefixes.num_of_salt(salt) >= self.num_blocks", "False"),
+    Mutant("a quota in files", QUOTA, "files.num_in(namespace) + num_writing < self.num_blocks", "True"),
+    Mutant(
+        "what lies behind a tail is exported",
+        TRANSFER,
+        "zero_behind(data.numpy(), runtime",
+        "print(data.numpy(), runtime",
+    ),
+    Mutant(
+        "another model's session is taken in",
+        TRANSFER,
+        "if header.namespace != _namespace(runtime, salt):",
+        "if False:",
+    ),
     # the manager
     Mutant(
         "fork counts no holder",
@@ -184,7 +230,7 @@ MUTANTS = [
     ),
     Mutant(
         "open blocks copied down early",
-        SEQUENCES,
+        SEALING,
         "for index in range(table.num_full_blocks - 1, -1, -1):",
         "for index in range(len(table.blocks) - 1, -1, -1):",
     ),
@@ -233,13 +279,13 @@ MUTANTS = [
     # rows of a batch
     Mutant(
         "join counts no holder",
-        SEQUENCES,
+        SEALING,
         "self.placement.residency[block].holders += 1\n        old = table",
         "self.placement.residency[block].holders += 0\n        old = table",
     ),
     Mutant(
         "join on equal tokens alone",
-        SEQUENCES,
+        SEALING,
         "return self._same_bytes(slots[0], slots[1])",
         "return True",
     ),
@@ -321,8 +367,8 @@ MUTANTS = [
     Mutant("clean by a tier that hangs", PLACEMENT, "other > tier and self.is_readable(other)", "other > tier"),
     Mutant(
         "blocks are given up whose slot a late move holds",
-        PLACEMENT,
-        "            and not self._placement.is_held(self._tier, record.copies[self._tier])\n",
+        EVICTABLE,
+        "            and not self._copies.is_held(self._tier, record.copies[self._tier])\n",
         "",
     ),
     Mutant(
@@ -359,10 +405,10 @@ MUTANTS = [
         "(False,) if idle_only else (False, True)",
         "(False,) if idle_only else (True, False)",
     ),
-    Mutant("pins ignored", PLACEMENT, "and not record.pins[self._tier]", "and record.pins is not None"),
+    Mutant("pins ignored", EVICTABLE, "and not record.pins[self._tier]", "and record.pins is not None"),
     Mutant(
         "moving block moved again",
-        PLACEMENT,
+        EVICTABLE,
         "            and record.move is None\n            and not record.pins",
         "            and not record.pins",
     ),
@@ -405,11 +451,11 @@ MUTANTS = [
     # idle blocks dropped for room
     Mutant(
         "running blocks are dropped",
-        PLACEMENT,
+        EVICTABLE,
         "if block not in self._idle:\n            return False\n",
         "if block not in self._residency.blocks():\n            return False\n",
     ),
-    Mutant("what cannot be recomputed is dropped", PLACEMENT, " and block in self._recomputable\n", "\n"),
+    Mutant("what cannot be recomputed is dropped", EVICTABLE, " and block in self._recomputable and", "\n"),
     Mutant(
         "blocks are dropped for a step that cannot fit",
         PLACEMENT,
@@ -417,7 +463,7 @@ MUTANTS = [
         "if not found:",
     ),
     Mutant(
-        "a dropped block is forgotten", PLACEMENT, "self.unreadable.add(block)\n        self.metrics", "self.metrics"
+        "a dropped block is forgotten", PLACEMENT, "self.unreadable.add(block)\n        self.unindex", "self.metrics"
     ),
     Mutant(
         "a batch that is mended is idle",
