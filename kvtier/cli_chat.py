@@ -71,15 +71,20 @@ def chat(
     config: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")] = "chat",
     salt: Annotated[str, typer.Option(help="Whose it is: another salt has other conversations.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 256,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch's threads; as torch chooses otherwise.")] = None,
 ) -> None:
     """Talk to a model, and see what was not computed again. /help lists what can be typed."""
     # Loading a model is the benchmarks', which stand above the library: looked up when asked for.
     models: Any = importlib.import_module("kvtier.benchmarks.models")
     with Console(stderr=True).status("Loading …"):
         loaded = models.load_model(model)
+        import torch
+
         from kvtier import TieredKV
         from kvtier.chat import Chat
 
+        if threads is not None:
+            torch.set_num_threads(threads)
     interrupts = _Interrupts()
     with TieredKV(loaded.model, config) as tiered:
         talk = Chat(tiered, loaded.tokenizer, session, salt=salt, max_new_tokens=max_new_tokens)

@@ -43,7 +43,8 @@ def export_session(
         num_blocks = session.num_leading
     kv = record.kv
     if kv is None:
-        raise ArchiveError(f"session {name} does not say how its KV lies. Mend: go on with it once, or session.export")
+        why = "does not say how its KV lies, or not all of it is in blocks"
+        raise ArchiveError(f"session {name} {why}. Mend: go on with it once, or use session.export")
     token_ids = record.token_ids[: num_blocks * record.block_tokens]
     shape = _shape(session, kv)
     if any(place.segment.geometry != Geometry.of(shape) for places in session.places for place in places):
