@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Sequence
 
 from kvtier.errors import IntegrityError
@@ -25,10 +24,10 @@ class SlotPool:
         self._fresh = 0
         """From here on slots were never handed out, and take no memory here. Those before it that are held back
         were not either."""
-        self._free: list[int] = []  # a heap of slots given back, all below _fresh
+        self._free: set[int] = set()  # given back, all below _fresh
+        self._heap: list[int] = []  # of those, and of some that have been claimed since
         self._taken: set[int] = set()
-        self._held: deque[int] = deque()  # in the order to hand out
-        self._is_held: set[int] = set()
+        self._held: dict[int, None] = {}  # in the order to hand out
         self._num_passed = 0  # held slots below _fresh
         self._retired: set[int] = set()  # below _ceiling, and not handed out until there is room
         self.peak_used = 0
@@ -55,16 +54,19 @@ class SlotPool:
 
     def take(self) -> Slot | None:
         """Hand out the lowest free slot that is not held back, then the first that is, or None when there is none."""
-        while self._fresh < self._ceiling and self._fresh in self._is_held:
+        while self._fresh < self._ceiling and self._fresh in self._held:
             self._fresh += 1
             self._num_passed += 1
         if self._free:
-            slot = heapq.heappop(self._free)
+            slot = heapq.heappop(self._heap)
+            while slot not in self._free:
+                slot = heapq.heappop(self._heap)
+            self._free.discard(slot)
         elif self._fresh < self._ceiling:
             slot, self._fresh = self._fresh, self._fresh + 1
         elif self._held:
-            slot = self._held.popleft()
-            self._is_held.discard(slot)
+            slot = next(iter(self._held))
+            del self._held[slot]
             self._num_passed -= 1
         else:
             return None
@@ -73,24 +75,25 @@ class SlotPool:
         return Slot(slot)
 
     def claim(self, slot: Slot) -> bool:
-        """Hand out this very slot, for the sake of what lies in it; whether it was there to be had. O(free)."""
+        """Hand out this very slot, for the sake of what lies in it; whether it was there to be had.
+
+        O(1), and once O(slots before it that were never handed out).
+        """
         number = int(slot)
         if not 0 <= number < self._ceiling or number in self._taken or number in self._retired:
             return False
-        if number in self._is_held:
-            self._held.remove(number)
-            self._is_held.discard(number)
+        if number in self._held:
+            del self._held[number]
             self._num_passed -= number < self._fresh
         elif number < self._fresh:
-            self._free.remove(number)
-            heapq.heapify(self._free)
+            self._free.discard(number)
         if number >= self._fresh:
             # Those before it were never handed out, and can be: they are free like any that was given back.
             for passed in range(self._fresh, number):
-                if passed in self._is_held:
+                if passed in self._held:
                     self._num_passed += 1
                 else:
-                    heapq.heappush(self._free, passed)
+                    self._push(passed)
             self._fresh = number + 1
         self._taken.add(number)
         self.peak_used = max(self.peak_used, len(self._taken))
@@ -106,7 +109,13 @@ class SlotPool:
             raise IntegrityError(f"slot {slot} was given back but not in use")
         self._taken.discard(slot)
         if slot < self._ceiling:
-            heapq.heappush(self._free, slot)
+            self._push(slot)
+
+    def _push(self, slot: int) -> None:
+        self._free.add(slot)
+        heapq.heappush(self._heap, slot)
+        if len(self._heap) > 2 * len(self._free) + 64:  # slots that were claimed and came back stand in it again
+            self._heap = sorted(self._free)
 
     def retire(self, slot: Slot) -> None:
         """Take a slot back and hand it out no more until `raise_ceiling`: the medium has no room for it.
@@ -116,8 +125,7 @@ class SlotPool:
         """
         self.give_back(slot)
         if slot < self._ceiling:
-            self._free.remove(slot)
-            heapq.heapify(self._free)
+            self._free.discard(slot)
             self._retired.add(slot)
 
     def hold_back(self, slots: Sequence[Slot]) -> None:
@@ -125,19 +133,19 @@ class SlotPool:
 
         Slots that were handed out once are ordinary from then on: they are passed over here.
         """
-        untouched = self._is_held
+        untouched = self._held
         held = [slot for slot in slots if slot < self._ceiling and (slot in untouched or slot >= self._fresh)]
-        self._held, self._is_held = deque(held), set(held)
-        for slot in untouched - self._is_held:
+        self._held = dict.fromkeys(held)
+        for slot in untouched.keys() - self._held.keys():
             if slot < min(self._fresh, self._ceiling):
-                heapq.heappush(self._free, slot)
-        self._num_passed = sum(slot < self._fresh for slot in held)
+                self._push(slot)
+        self._num_passed = sum(slot < self._fresh for slot in self._held)
 
     def lower_ceiling(self, num_slots: int) -> None:
         """Use only slots below `num_slots` from now on (those in use beyond it stay until given back)."""
         self._ceiling = min(self._ceiling, max(0, num_slots))
-        self._free = [slot for slot in self._free if slot < self._ceiling]
-        heapq.heapify(self._free)
+        self._free = {slot for slot in self._free if slot < self._ceiling}
+        self._heap = sorted(self._free)
         self._retired = {slot for slot in self._retired if slot < self._ceiling}
         self.hold_back([Slot(slot) for slot in self._held])
 
@@ -148,22 +156,22 @@ class SlotPool:
         """
         if num_slots >= self._ceiling:
             for slot in self._retired:
-                heapq.heappush(self._free, slot)
+                self._push(slot)
             self._retired.clear()
         before, self._ceiling = self._ceiling, max(self._ceiling, min(num_slots, self.num_slots))
         for slot in set(range(before, min(self._fresh, self._ceiling))) - self._taken:
-            heapq.heappush(self._free, slot)
+            self._push(slot)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot below the ceiling is free or in use, and none is both."""
-        free = set(self._free)
-        if len(free) != len(self._free) or free & self._taken:
-            raise IntegrityError("a slot is free twice, or free and in use")
+        free = self._free
+        if not free <= set(self._heap) or free & self._taken:
+            raise IntegrityError("a slot is free and never handed out, or free and in use")
         below = {slot for slot in self._taken if slot < self._ceiling}
         num_passed = sum(slot < self._fresh for slot in self._held)
-        if len(self._held) != len(self._is_held) or self._is_held & (free | self._taken):
+        if self._held.keys() & (free | self._taken):
             raise IntegrityError("a slot is held back twice, or free or in use as well")
-        if self._retired & (free | self._taken | self._is_held):
+        if self._retired & (free | self._taken | self._held.keys()):
             raise IntegrityError("a retired slot is free, held back or in use")
         num_known = len(free) + len(below) + num_passed + len(self._retired)
         if num_known != min(self._fresh, self._ceiling) or any(slot >= self._ceiling for slot in free):

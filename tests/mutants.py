@@ -538,8 +538,8 @@ MUTANTS = [
     Mutant(
         "slot beyond the ceiling handed out again",
         SLOTS,
-        "if slot < self._ceiling:\n            heapq",
-        "if slot >= 0:\n            heapq",
+        "if slot < self._ceiling:\n            self._push",
+        "if slot >= 0:\n            self._push",
     ),
     Mutant(
         "dropped copy still listed as redundant",
@@ -817,7 +817,12 @@ MUTANTS = [
         "((stored >= 1) & (stored <= self.slice_bytes))",
         "(stored == stored)",
     ),
-    Mutant("retired slot handed out again", SLOTS, "            self._free.remove(slot)\n", ""),
+    Mutant(
+        "retired slot handed out again",
+        SLOTS,
+        "            self._free.discard(slot)\n            self._retired",
+        "            self._retired",
+    ),
     Mutant(
         "a slot without room tried for ever",
         USE,

@@ -1025,5 +1025,5 @@ def test_manager() -> None:
         ),
     )
     totals = ManagerMachine.totals
-    assert totals["attached"] > NUM_EXAMPLES and totals["cached"] > NUM_EXAMPLES / 2, totals
+    assert totals["attached"] > NUM_EXAMPLES / 3 and totals["cached"] > NUM_EXAMPLES / 2, totals
     assert totals["dropped"] > NUM_EXAMPLES / 2 and totals["recomputed"] > NUM_EXAMPLES / 4, totals
