@@ -92,6 +92,8 @@ class Runtime:
         self.can_keep = past is Past.BLOCKS
         """Whether all that a conversation left is in blocks."""
         named = fingerprints is not None and (persists or self.shares)
+        self.save_sessions: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Keeps what of sessions could not be kept at the end of a turn; weak, for they know their runtime."""
         self.labels = Labels(fingerprints, outlives=persists) if fingerprints is not None and named else None
         """What gives blocks a label; None: nothing outlives the process or is shared in it."""
         self.stores: dict[Tier, Store] = {}
@@ -269,7 +271,10 @@ class Runtime:
         """What was computed is to be found by the next process, as far as there is room for it."""
         try:
             self.manager.poll()
-            if self.shares and self.labels is not None and len(self.placement.prefixes):
+            if self.shares and self.labels is not None:
+                save_sessions = None if self.save_sessions is None else self.save_sessions()
+                if save_sessions is not None:
+                    save_sessions()
                 self.labels.prove()
                 self.manager.upkeep.keeper.keep_cached(self.config.io_timeout_s)
         except KVTierError as error:  # closing goes on

@@ -31,6 +31,7 @@ class SessionKeeper:
         keeps = isinstance(store, NvmeStore) and store.persistent and runtime.can_keep
         self._store = store if keeps and isinstance(store, NvmeStore) else None
         self._records: dict[bytes, SessionRecord] = {}
+        self._behind: set[bytes] = set()
         self._to_erase: set[Slot] = set()
         """Slots of deleted sessions that the disk would not erase."""
         if self._store is not None:
@@ -41,6 +42,11 @@ class SessionKeeper:
     def is_on(self) -> bool:
         """Whether conversations outlive the process."""
         return self._store is not None
+
+    @property
+    def behind(self) -> list[bytes]:
+        """The sessions of which not all blocks could be kept at the last `save`, by key."""
+        return list(self._behind)
 
     def records(self) -> list[SessionRecord]:
         """All that are in the folder."""
@@ -108,31 +114,45 @@ class SessionKeeper:
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
-    def save(self, cache: TieredCache, about: SessionRecord) -> SessionRecord | None:
+    def seal(self, cache: TieredCache) -> Sealed | None:
+        """What a conversation's tail is labelled with, as it is now; None where it has none, or may have no label."""
+        runtime, batch = self._runtime, cache.state.batch
+        table, origin, labels = batch.tables[0], batch.origin, runtime.labels
+        if not self._keeps(cache) or labels is None or origin is None:
+            return None
+        runtime.manager.seal(batch)
+        content = table.tail_content()
+        if table.tail is None or content is None:
+            return None
+        parent = runtime.placement.residency[table.blocks[-2]].sealed if len(table.blocks) > 1 else None
+        return labels.seal(origin, parent, content, is_first=len(table.blocks) == 1)
+
+    def _keeps(self, cache: TieredCache) -> bool:
+        """Whether what it holds can be found again by its tokens."""
+        table = cache.state.batch.tables[0]
+        is_known = table.source is TokenSource.IDS and bool(table.num_tokens) and table.is_counted
+        return self._store is not None and cache.state.batch.origin is not None and is_known
+
+    def save(self, cache: TieredCache, about: SessionRecord, tail: Sealed | None = None) -> SessionRecord | None:
         """Bring what is kept of a conversation up to date, blocks first; what it is now, or None if it is not kept.
 
         With the turn held; waits for the writes.
 
         Args:
             about: name, salt and times; what it says of tokens and model is not used.
+            tail: as `seal` gave it, if nothing was computed since.
 
         What cannot be written is missing after a restart, with one warning here; the older state stands until then.
         """
         store, runtime, batch = self._store, self._runtime, cache.state.batch
-        table, origin, labels = batch.tables[0], batch.origin, runtime.labels
-        if store is None or labels is None or origin is None or table.source is not TokenSource.IDS:
-            return None
-        if not table.num_tokens or not table.is_counted:
+        table, origin = batch.tables[0], batch.origin
+        if not self._keeps(cache) or store is None or origin is None:
             return None
         runtime.manager.seal(batch)
+        tail = self.seal(cache) if tail is None else tail
         residency, blocks = runtime.placement.residency, list(table.blocks)
-        tails: dict[BlockId, Sealed | None] = {}
-        older = None
-        if table.tail is not None:
-            parent, content = residency[blocks[-2]].sealed if len(blocks) > 1 else None, table.tail_content()
-            assert content is not None  # its ids are known
-            sealed = tails[table.tail] = labels.seal(origin, parent, content, is_first=len(blocks) == 1)
-            older = None if sealed is None else store.find(sealed.label)
+        tails: dict[BlockId, Sealed | None] = {} if table.tail is None else {table.tail: tail}
+        older = None if tail is None else store.find(tail.label)
         num_kept = runtime.manager.upkeep.keeper.keep(blocks, tails)
         if older is not None:  # unless it is the tail's own, which is in use
             self._erase_tail(older)
@@ -144,13 +164,18 @@ class SessionKeeper:
             store.sessions.save(record)
         except StoreError as error:
             logger.warning("session %r is not kept: %s", record.name, error)
+            self._behind.add(record.key())
             return None
         self._records[record.key()] = record
+        self._behind.discard(record.key())
         if num_kept < len(blocks):
-            logger.warning(
-                "session %r: %d of %d blocks are kept for a restart, the others cannot be written now",
-                record.name, num_kept, len(blocks),
-            )  # fmt: skip
+            self._behind.add(record.key())
+            block, placement = blocks[num_kept], runtime.placement
+            if placement.label_of(tails.get(block, residency[block].sealed)) is not None:
+                logger.warning(
+                    "session %r: %d of %d blocks are kept for a restart, the others cannot be written now",
+                    record.name, num_kept, len(blocks),
+                )  # fmt: skip
         if before is not None:
             self._erase_old(before)
             if before.is_pinned:  # what it has no more, another model's too
@@ -225,6 +250,7 @@ class SessionKeeper:
         if record is not None and self._store is not None:
             self._store.sessions.delete(key)
             del self._records[key]
+            self._behind.discard(key)
             if record.is_pinned:
                 self.free(of_record)
 

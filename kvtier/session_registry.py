@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import torch
 from kvtier.errors import ClosedError, SessionExistsError, StoreError, UnsupportedError
 from kvtier.generate import Generation
 from kvtier.hf import TieredCache, check_process
+from kvtier.labels import Sealed
 from kvtier.log import logger
 from kvtier.runtime import Runtime
 from kvtier.session_keeper import SessionKeeper
@@ -65,6 +67,7 @@ class Sessions:
         self._model, self.runtime, self.new_cache = model, runtime, new_cache
         self.keeper = SessionKeeper(runtime)
         self._entries: dict[bytes, _Entry] = {}
+        runtime.save_sessions = weakref.WeakMethod(self._save_rest)
 
     # -- by name ------------------------------------------------------------------------------------------------------
 
@@ -236,15 +239,25 @@ class Sessions:
             self.keeper.free(before.labels())
         self._repin(entry)
 
-    def _save(self, entry: _Entry) -> None:
+    def _save(self, entry: _Entry, tail: Sealed | None = None) -> None:
         """With the turn held. What is kept of the conversation is what it is now."""
         assert entry.cache is not None  # it was just used
         kv = None if self.runtime.group.num_untiered else self.layout
-        saved = self.keeper.save(entry.cache, replace(entry.about, kv=kv))
+        saved = self.keeper.save(entry.cache, replace(entry.about, kv=kv), tail)
         if saved is not None:
             entry.about = saved
         entry.sequences.add(entry.cache.state.batch.tables[0].sequence)
         self._repin(entry)
+
+    def _save_rest(self) -> None:
+        """What could not be proven in time, or written, is kept now if it can be. With the turn held, at the end."""
+        entries = [entry for key in self.keeper.behind if (entry := self._entries.get(key)) is not None]
+        tails = [None if entry.cache is None else self.keeper.seal(entry.cache) for entry in entries]
+        if self.runtime.labels is not None and entries:
+            self.runtime.labels.prove()  # once for all of them
+        for entry, tail in zip(entries, tails, strict=True):
+            if entry.cache is not None:
+                self._save(entry, tail)
 
     def _repin(self, entry: _Entry) -> None:
         """What stays of a pinned conversation is what it is now; other pinned ones may have the rest."""

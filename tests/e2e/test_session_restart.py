@@ -13,6 +13,7 @@ import torch
 
 from kvtier import TieredKV
 from kvtier.errors import SessionExistsError, UnsupportedError
+from kvtier.labels import Labels
 from kvtier.runtime import Runtime
 from kvtier.session import Session
 from tests.e2e.families import BLOCK, GREEDY, small_config, tiny, tokens
@@ -136,6 +137,24 @@ def test_sessions_that_begin_alike_share_their_head_in_files_too(model: Any, tmp
                 transcripts[name] = talk(tiered, tiered.session(name), transcripts[name], 11, number, 1 + 11)
             tables = [tiered.session(name).cache.state.batch.tables[0] for name in names]
             assert len({tuple(table.blocks[:10]) for table in tables}) == 1
+
+
+def test_what_could_not_be_proven_at_the_end_of_a_turn_is_kept_by_close_its_tail_too(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by this test: of a model that takes long to hash `close` kept full blocks alone, and turns complained."""
+    monkeypatch.setattr(Labels, "_may_hash", lambda _: False)
+    ids, short = torch.zeros((1, 0), dtype=torch.long), tokens(3)
+    for number in range(2):
+        with caplog.at_level(logging.WARNING), TieredKV(model, keeping(model, tmp_path)) as tiered:
+            for turn in range(2):
+                expected = 1 + 71 if number + turn else 71
+                ids = talk(tiered, tiered.session("x"), ids, 71, 10 * number + turn, expected)
+            short = tiered.session("short").generate(short, max_new_tokens=2, do_sample=False)
+        with TieredKV(model, keeping(model, tmp_path)) as tiered:
+            assert tiered.session("x").token_ids == ids[0, :-1].tolist()
+            assert tiered.session("short").token_ids == short[0, :-1].tolist()
+    assert warnings(caplog) == []
 
 
 def test_a_session_is_resumed_beside_a_prompt_of_the_same_head_that_lies_in_memory(model: Any, tmp_path: Path) -> None:
