@@ -271,7 +271,7 @@ class Runtime:
         """What was computed is to be found by the next process, as far as there is room for it."""
         try:
             self.manager.poll()
-            if self.shares and self.labels is not None:
+            if self.can_keep and self.labels is not None:
                 save_sessions = None if self.save_sessions is None else self.save_sessions()
                 if save_sessions is not None:
                     save_sessions()
