@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -462,6 +466,44 @@ def test_a_full_disk_at_a_save_is_one_warning_and_the_older_state_stands(
             ids = talk(tiered, chat, ids, 20, seed, 21)
     with TieredKV(model, config) as tiered:
         assert tiered.session("alice").token_ids == ids[0, :-1].tolist(), "there was room again"
+
+
+def test_a_disk_that_is_full_for_a_while_costs_what_was_said_meanwhile_at_most(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here; a limit of the process stands for a full disk, above")
+    (tmp_path / "disk").mkdir()
+    command = ["unshare", "-rm", sys.executable, "-m", "tests.fault.session_limits", str(tmp_path / "disk")]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_folder_that_turns_read_only_refuses_deletions_and_keeps_what_it_has(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TieredKV(model, keeping(model, tmp_path, gpu_slots=40)) as tiered:
+        chat = tiered.session("alice")
+        older = talk(tiered, chat, tokens(0), 100, 0, 100)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        with monkeypatch.context() as patch:
+            for function in ("pwrite", "rename", "unlink"):
+                patch.setattr(os, function, refuse)
+            with caplog.at_level(logging.WARNING):
+                ids = talk(tiered, chat, older, 20, 1, 21)
+            assert len([text for text in warnings(caplog) if "'alice' is not kept" in text]) == 1
+            for change in (chat.pin, lambda: chat.set_ttl("1d"), tiered.session("alice").delete):
+                with pytest.raises(StoreError, match="Read-only file system"):
+                    change()
+            (info,) = tiered.sessions()
+            assert info.name == "alice" and not info.is_pinned and info.ttl_s == math.inf
+            tiered.check_integrity()
+        assert ask(tiered, chat, ids)[1] > 0
+        tiered.session("alice").delete()
+        assert tiered.sessions() == [] and not list(tmp_path.rglob("session-*"))
+        tiered.check_integrity()
 
 
 def test_a_limit_to_writes_that_is_used_up_is_one_warning_a_turn(
