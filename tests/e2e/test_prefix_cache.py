@@ -363,7 +363,7 @@ def test_an_error_while_the_front_is_computed_leaves_nothing_waiting(
 
 @pytest.mark.parametrize("how", ["fused SGD", "fused AdamW", "data", "numpy"])
 def test_one_weight_that_no_counter_of_torch_sees_written_makes_another_model(tmp_path: Path, how: str) -> None:
-    """Fused optimizers, those of transformers' Trainer by default, leave the versions of what they write as they are."""
+    """Fused optimizers, as transformers' Trainer has them by default, leave the versions of what they write alone."""
     model = tiny_from(FAMILIES["llama"][0], **FAMILIES["llama"][1])
     weight = model.model.layers[1].self_attn.k_proj.weight
     ids = tokens(100)
