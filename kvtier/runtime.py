@@ -55,7 +55,7 @@ class Runtime:
         self,
         group: LayerGroup,
         config: KVTierConfig,
-        weights_mark: Callable[[], int],
+        weights_mark: Callable[..., int],
         new_untiered: Callable[[], dict[int, Any]] = dict,
         fingerprints: Source | None = None,
         past: Past = Past.BLOCKS,
@@ -63,7 +63,7 @@ class Runtime:
         """Allocate the gpu and cpu tiers and own the nvme folder.
 
         Args:
-            weights_mark: a number that changes with the model's weights.
+            weights_mark: a number that changes with the model's weights. `closely=True`: seen by a close look.
             new_untiered: empty caches for the layers that are not tiered, by layer index.
             fingerprints: of the model; its tensors are hashed only where the nvme folder outlives the process.
             past: what the model needs to compute a block again.

@@ -56,7 +56,7 @@ class CacheState:
     def check_weights(self) -> None:
         """Raise UnsupportedError if the model is no longer the one that made this KV."""
         if self.batch.length == 0:
-            self.weights = self.runtime.weights_mark()
+            self.weights = self.runtime.weights_mark(closely=self.runtime.shares)
             source, labels = self.runtime.source, self.runtime.labels
             recomputes = source is not None and self.runtime.config.on_block_loss == "recompute"
             self.structure = source.structure() if source is not None and recomputes else None

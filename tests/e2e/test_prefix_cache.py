@@ -12,7 +12,7 @@ import torch
 
 from kvtier import TieredKV
 from kvtier.errors import UnsupportedError
-from tests.e2e.families import BLOCK, GREEDY, assert_same, small_config, tiny, tokens
+from tests.e2e.families import BLOCK, FAMILIES, GREEDY, assert_same, small_config, tiny, tiny_from, tokens
 
 
 def config(model: Any, folder: Path, **values: Any) -> dict[str, Any]:
@@ -359,3 +359,37 @@ def test_an_error_while_the_front_is_computed_leaves_nothing_waiting(
         tiered.check_integrity()
         assert tiered.stats()["sequences"] == 0
         ask(tiered, tokens(300))
+
+
+@pytest.mark.parametrize("how", ["fused SGD", "fused AdamW", "data", "numpy"])
+def test_one_weight_that_no_counter_of_torch_sees_written_makes_another_model(tmp_path: Path, how: str) -> None:
+    """Fused optimizers, as transformers' Trainer has them by default, leave the versions of what they write alone."""
+    model = tiny_from(FAMILIES["llama"][0], **FAMILIES["llama"][1])
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    ids = tokens(100)
+    values = config(model, tmp_path)
+    del values["tiers"]["nvme"]["path"]
+    with TieredKV(model, values) as tiered:
+        assert [ask(tiered, ids)[1] for _ in range(2)] == [100 + NEW, 100 % BLOCK + NEW]
+        version = weight._version
+        if how.startswith("fused"):
+            kind = torch.optim.SGD if "SGD" in how else torch.optim.AdamW
+            optimizer = kind([weight], lr=0.05, fused=True)
+            weight.grad = torch.zeros_like(weight)
+            weight.grad[0] = 1.0  # none of the few values that are looked at
+            optimizer.step()
+        elif how == "data":
+            weight.data.mul_(1.5)
+        else:
+            weight.detach().numpy()[:] *= 1.5
+        assert weight._version == version
+        assert ask(tiered, ids)[1] == 100 + NEW
+
+
+def test_an_optimizer_of_another_model_leaves_this_one_as_it_is(tiered: TieredKV) -> None:
+    ids = tokens(100)
+    ask(tiered, ids)
+    other = torch.nn.Parameter(torch.ones(8))
+    other.grad = torch.ones(8)
+    torch.optim.SGD([other], lr=0.1).step()
+    assert ask(tiered, ids)[1] == 100 % BLOCK + NEW
