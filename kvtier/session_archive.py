@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import aiofiles
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.archive_format import NOT_ONE, ArchiveEncoder, ArchiveLayout, InvalidArchive, read_layout
 from kvtier.archive_header import ArchiveHeader
@@ -40,11 +39,11 @@ __all__ = [
 _T = TypeVar("_T")
 
 
-def zero_behind(block: npt.NDArray[np.uint8], shape: BlockShape, num_tokens: int) -> None:
+def zero_behind(block: Any, shape: BlockShape, num_tokens: int) -> None:
     """Make all of a block zero but its first tokens: other conversations may have left their KV there.
 
     Args:
-        block: `[block_bytes]`, changed in place.
+        block: `[block_bytes]` of bytes, changed in place: contiguous, a numpy array or a tensor.
     """
     if num_tokens >= shape.block_tokens:
         return

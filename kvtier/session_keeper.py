@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
-from kvtier.block_table import TokenSource
+from kvtier.block_table import BlockTable, TokenSource
 from kvtier.errors import StoreError
 from kvtier.hf import TieredCache
 from kvtier.labels import Sealed
 from kvtier.log import logger
 from kvtier.prefix import Miss
+from kvtier.residency import BlockState
 from kvtier.runtime import Runtime
 from kvtier.sequences import Beginning
+from kvtier.session_archive import zero_behind
 from kvtier.session_record import SessionRecord
 from kvtier.stores.nvme import NvmeStore
+from kvtier.stores.slab import SlabStore
 from kvtier.types import BlockId, SequenceId, Slot, SlotLabel, Tier
 
 
@@ -153,6 +156,7 @@ class SessionKeeper:
         residency, blocks = runtime.placement.residency, list(table.blocks)
         tails: dict[BlockId, Sealed | None] = {} if table.tail is None else {table.tail: tail}
         older = None if tail is None else store.find(tail.label)
+        self._zero_behind(table)
         num_kept = runtime.manager.upkeep.keeper.keep(blocks, tails)
         if older is not None:  # unless it is the tail's own, which is in use
             self._erase_tail(older)
@@ -182,6 +186,20 @@ class SessionKeeper:
                 now = {label.identity for label in record.labels()}
                 self.free([label for label in before.labels() if label.identity not in now])
         return record
+
+    def _zero_behind(self, table: BlockTable) -> None:
+        """What lies behind a tail's tokens is another conversation's, which may since have been deleted."""
+        runtime = self._runtime
+        if table.tail is None:
+            return
+        runtime.placement.settle(table.tail)
+        record = runtime.placement.residency[table.tail]
+        if record.holders > 1 or record.state is BlockState.SEALED:  # others may have more tokens of it
+            return
+        for tier, slot in record.copies.items():
+            store = runtime.stores[tier]
+            if isinstance(store, SlabStore):
+                zero_behind(store.block(slot), runtime.group.shape, table.tail_tokens)
 
     def num_found(self, record: SessionRecord) -> int:
         """How many of its blocks are in the folder."""

@@ -16,6 +16,7 @@ from kvtier.errors import SessionExistsError, UnsupportedError
 from kvtier.labels import Labels
 from kvtier.runtime import Runtime
 from kvtier.session import Session
+from kvtier.types import Tier
 from tests.e2e.families import BLOCK, GREEDY, small_config, tiny, tokens
 from tests.e2e.test_session import ask, edited
 
@@ -271,14 +272,12 @@ def test_a_session_of_a_model_that_changed_by_one_weight_begins_anew(
             weight.copy_(before)
 
 
-@pytest.mark.parametrize("without", ["prefix_cache", "path", "nvme"])
+@pytest.mark.parametrize("without", ["path", "nvme"])
 def test_where_nothing_is_kept_a_restart_begins_anew_without_a_word(
     model: Any, tmp_path: Path, without: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = keeping(model, tmp_path)
-    if without == "prefix_cache":
-        config["prefix_cache"] = False
-    elif without == "path":
+    if without == "path":
         del config["tiers"]["nvme"]["path"]
     else:
         config = keeping(model, tmp_path, gpu_slots=40, nvme=0)
@@ -352,3 +351,27 @@ def test_the_page_on_sessions_has_an_example_that_runs(
     exec(compile(example, "docs/sessions.md", "exec"), names)
     assert capsys.readouterr().out.startswith("alice 88 {")
     assert list(tmp_path.rglob("segment-*")) and not list(tmp_path.rglob("session-*"))
+
+
+def test_what_a_deleted_session_left_behind_a_tail_is_not_written_with_it(model: Any, tmp_path: Path) -> None:
+    with TieredKV(model, keeping(model, tmp_path, gpu_slots=40)) as tiered:
+        secret = tiered.session("secret")
+        secret.generate(tokens(40 * BLOCK - 30, 77), **GREEDY)
+        runtime = tiered._runtime
+        slabs = runtime.stores[Tier.GPU]
+        found = [runtime.placement.residency[block].copies for block in secret.cache.state.batch.tables[0].blocks]
+        slots = [copies[Tier.GPU] for copies in found if Tier.GPU in copies]
+        shape = runtime.group.shape
+        ends = [slabs.block(slot)[shape.key_bytes - 64 : shape.key_bytes].numpy().tobytes() for slot in slots]
+        secret.delete()
+        others = [tiered.session(f"other {number}") for number in range(6)]
+        for number, other in enumerate(others):
+            other.generate(tokens(3, number), max_new_tokens=2)
+        used = {copies[Tier.GPU] for o in others if (copies := _copies(runtime, o)) and Tier.GPU in copies}
+        assert used & set(slots), "a tail lies where the secret was"
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("segment-*"))
+    assert not any(end in written for end in ends if any(end))
+
+
+def _copies(runtime: Any, session: Any) -> Any:
+    return runtime.placement.residency[session.cache.state.batch.tables[0].blocks[-1]].copies
