@@ -296,6 +296,21 @@ def test_where_nothing_is_kept_a_restart_begins_anew_without_a_word(
     assert not list(tmp_path.rglob("session-*")) and warnings(caplog) == []
 
 
+def test_without_the_prefix_cache_sessions_are_kept_and_deleted_all_the_same(model: Any, tmp_path: Path) -> None:
+    config, ids = keeping(model, tmp_path, prefix_cache=False), torch.zeros((1, 0), dtype=torch.long)
+    for number in range(3):
+        with TieredKV(model, config) as tiered:
+            chat = tiered.session("alice")
+            assert chat.token_ids == ids[0, :-1].tolist()
+            ids = talk(tiered, chat, ids, 100, number, 100 + (number > 0))
+            chat.pin()
+    with TieredKV(model, config) as tiered:
+        tiered.session("alice").delete()
+        assert tiered.stats()["blocks"] == 0 and tiered.sessions() == []
+    with TieredKV(model, config) as tiered:
+        assert tiered.session("alice").token_ids == [] and tiered.stats()["tiers"]["nvme"]["found"] == 0
+
+
 def test_a_share_of_a_folder_keeps_nothing_and_the_owner_everything(model: Any, tmp_path: Path) -> None:
     other = tiny("qwen2")
 
