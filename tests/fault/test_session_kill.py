@@ -25,7 +25,7 @@ from kvtier.system import allocated_bytes
 from tests.e2e.families import BLOCK, CHUNK, assert_same, small_config, tiny, tokens
 from tests.fault.starter import Starter, say, starter
 
-NUM_KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "25"))
+NUM_KILLS = int(os.environ.get("KVTIER_TEST_KILLS", "20"))
 NAMES = ("alice", "bob", "carol")
 BUDGET_BYTES = 2 << 20
 HOW: dict[str, Any] = {
