@@ -29,6 +29,7 @@ from kvtier.slots import SlotPool
 from kvtier.stores.base import Store
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
+from kvtier.timed_files import TimedFiles
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
 from kvtier.types import BlockId, IoMode, LayerGroup, Slot, Tier
@@ -98,6 +99,7 @@ class Runtime:
         """What gives blocks a label; None: nothing outlives the process or is shared in it."""
         self.stores: dict[Tier, Store] = {}
         self._engine: TransferEngine | None = None
+        self._files: TimedFiles | None = None
         try:
             self._build()
         except BaseException:  # a Ctrl-C too: nothing stays allocated
@@ -146,7 +148,9 @@ class Runtime:
         self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes, self._past)
         self.manager.sealer.indexes = self.shares
         files = nvme if isinstance(nvme, NvmeStore) and self.labels is not None and self.labels.outlives else None
-        self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, files)
+        if files is not None:
+            self._files = TimedFiles(files, self.placement.breakers[Tier.NVME], config.io_timeout_s)
+        self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, self._files)
         if files is not None:
             self.placement.forget_slot = functools.partial(_forget, files)
         if config.salt_quota is not None and self.labels is not None:
@@ -291,6 +295,7 @@ class Runtime:
 
     def _close_all(self, timeout_s: float) -> None:
         have_ended = self.executor.close(timeout_s)
+        have_ended = (self._files is None or self._files.close(timeout_s if have_ended else 0.0)) and have_ended
         if not have_ended:
             logger.warning("reads still hang: the nvme folder is left as it is")
         # What hangs was waited for already.

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -483,3 +484,33 @@ def test_the_interpreter_exits_while_calls_hang_for_ever(tmp_path: Path) -> None
     assert done.stdout.endswith("segments open: True\n"), done.stdout
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "nvme" / "kv").glob("segment-*"))
+
+
+def test_a_disk_that_hangs_while_a_prompt_is_looked_up_is_a_miss_and_holds_nobody(tmp_path: Path) -> None:
+    """Headers are read to know whether a block of an earlier process is the one: by whoever has the turn."""
+    ids = tokens(200)
+    config = config_of(tmp_path, "blockwise", prefix_cache=True)
+    with TieredKV(deep(), config) as first:
+        expected = first.generate(ids, **GREEDY)
+    hangs = threading.Event()
+    with TieredKV(deep(), config) as tiered:
+        store = tiered._runtime.stores[Tier.NVME]
+        assert isinstance(store, NvmeStore)
+        read = store._headers.read
+        calls: list[int] = []
+
+        def hanging(*args: Any) -> Any:
+            calls.append(1)
+            hangs.wait()  # for ever, were nobody to end it
+            return read(*args)
+
+        store._headers.read = hanging  # type: ignore[method-assign]
+        try:
+            assert_same(tiered.generate(ids, **GREEDY), expected, CLOSE)
+            assert_same(tiered.generate(ids, salt="other", **GREEDY), expected, CLOSE)
+            assert len(calls) == 1, "nothing is begun while the tier hangs"
+        finally:
+            hangs.set()
+        store._headers.read = read  # type: ignore[method-assign]
+        tiered.check_integrity()
+        assert_same(tiered.generate(ids, **GREEDY), expected, CLOSE)
