@@ -46,8 +46,8 @@ def read_prompts(
         if pad_token_id is not None and bool((input_ids == pad_token_id).any()):
             return None
         return [Prompt(0, row) for row in rows]
-    if tuple(mask.shape) != tuple(input_ids.shape):
-        return None
+    if tuple(mask.shape) != tuple(input_ids.shape) or not bool(((mask == 0) | (mask == 1)).all()):
+        return None  # transformers sums a mask up to positions: 2 would leave gaps between them
     prompts = []
     for row, seen in zip(rows, (mask != 0).tolist(), strict=True):
         num_tokens = sum(seen)

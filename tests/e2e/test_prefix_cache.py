@@ -393,3 +393,10 @@ def test_an_optimizer_of_another_model_leaves_this_one_as_it_is(tiered: TieredKV
     other.grad = torch.ones(8)
     torch.optim.SGD([other], lr=0.1).step()
     assert ask(tiered, ids)[1] == 100 % BLOCK + NEW
+
+
+def test_a_mask_of_other_numbers_than_0_and_1_makes_other_positions_and_finds_nothing(tiered: TieredKV) -> None:
+    ids = tokens(100)
+    ask(tiered, ids)
+    assert ask(tiered, ids, 2 * torch.ones_like(ids))[1] == 100 + NEW
+    assert ask(tiered, ids, torch.ones_like(ids).bool())[1] == 100 % BLOCK + NEW
