@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from kvtier.errors import IntegrityError
+from kvtier.errors import IntegrityError, TransferTimeoutError
 from kvtier.hung_moves import HungMoves
 from kvtier.labels import Sealed
 from kvtier.metrics import Metrics
@@ -184,8 +184,13 @@ class Copies:
             return False
         try:
             erase(slot)
-        finally:
+        except TransferTimeoutError:
+            self.reserved.add(slot)  # it may still be emptied: nobody may write there
+            raise
+        except BaseException:  # a Ctrl-C too: the slot has an owner
             self.pools[Tier.NVME].give_back(slot)
+            raise
+        self.pools[Tier.NVME].give_back(slot)
         return True
 
     def adopt_tail(self, sequence: SequenceId, index: int, slot: Slot) -> BlockId | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtier.errors import StoreError
+from kvtier.errors import StoreError, TransferTimeoutError
 from kvtier.labels import Sealed
 from kvtier.log import logger
 from kvtier.prefix import Miss, PrefixIndex
@@ -80,6 +80,6 @@ class Quota:
             try:
                 if slot not in copies.reserved and copies.erase(slot, files.erase):
                     return True
-            except StoreError as error:
+            except (StoreError, TransferTimeoutError) as error:
                 logger.info("%s", error)
         return False

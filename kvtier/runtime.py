@@ -99,7 +99,8 @@ class Runtime:
         """What gives blocks a label; None: nothing outlives the process or is shared in it."""
         self.stores: dict[Tier, Store] = {}
         self._engine: TransferEngine | None = None
-        self._files: TimedFiles | None = None
+        self.files: TimedFiles | None = None
+        """The nvme store as it may be asked with the turn held; None where nothing outlives the process."""
         try:
             self._build()
         except BaseException:  # a Ctrl-C too: nothing stays allocated
@@ -149,12 +150,12 @@ class Runtime:
         self.manager.sealer.indexes = self.shares
         files = nvme if isinstance(nvme, NvmeStore) and self.labels is not None and self.labels.outlives else None
         if files is not None:
-            self._files = TimedFiles(files, self.placement.breakers[Tier.NVME], config.io_timeout_s)
-        self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, self._files)
-        if files is not None:
-            self.placement.forget_slot = functools.partial(_forget, files)
+            self.files = TimedFiles(files, self.placement.breakers[Tier.NVME], config.io_timeout_s)
+        self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, self.files)
+        if self.files is not None:
+            self.placement.forget_slot = functools.partial(_forget, self.files)
         if config.salt_quota is not None and self.labels is not None:
-            self.placement.quota = Quota(int(config.salt_quota.amount) // shape.block_bytes, files)
+            self.placement.quota = Quota(int(config.salt_quota.amount) // shape.block_bytes, self.files)
         if config.on_block_loss == "recompute":
             self.placement.droppable = self._droppable
         ring = None
@@ -295,7 +296,7 @@ class Runtime:
 
     def _close_all(self, timeout_s: float) -> None:
         have_ended = self.executor.close(timeout_s)
-        have_ended = (self._files is None or self._files.close(timeout_s if have_ended else 0.0)) and have_ended
+        have_ended = (self.files is None or self.files.close(timeout_s if have_ended else 0.0)) and have_ended
         if not have_ended:
             logger.warning("reads still hang: the nvme folder is left as it is")
         # What hangs was waited for already.
@@ -313,8 +314,8 @@ class Runtime:
             store.close()
 
 
-def _forget(store: NvmeStore, slot: Slot) -> None:
+def _forget(files: TimedFiles, slot: Slot) -> None:
     try:
-        store.forget(slot)
+        files.forget(slot)
     except StoreError as error:  # a later process may find it, and sees by its checksums that it is damaged
         logger.info("%s", error)

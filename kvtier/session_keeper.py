@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from kvtier.block_table import BlockTable, TokenSource
-from kvtier.errors import StoreError
+from kvtier.errors import StoreError, TransferTimeoutError
 from kvtier.hf import TieredCache
 from kvtier.labels import Sealed
 from kvtier.log import logger
@@ -18,6 +19,7 @@ from kvtier.session_archive import zero_behind
 from kvtier.session_record import SessionRecord
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slab import SlabStore
+from kvtier.timed_files import TimedFiles
 from kvtier.types import BlockId, SequenceId, Slot, SlotLabel, Tier
 
 
@@ -31,7 +33,7 @@ class SessionKeeper:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         store = runtime.stores.get(Tier.NVME)
-        keeps = isinstance(store, NvmeStore) and store.persistent and runtime.can_keep
+        keeps = isinstance(store, NvmeStore) and store.persistent and runtime.can_keep and runtime.files is not None
         self._store = store if keeps and isinstance(store, NvmeStore) else None
         self._records: dict[bytes, SessionRecord] = {}
         self._behind: set[bytes] = set()
@@ -40,6 +42,11 @@ class SessionKeeper:
         if self._store is not None:
             self._records = {record.key(): record for record in self._store.sessions.load()}
             self._protect()
+
+    @property
+    def _files(self) -> TimedFiles:
+        assert self._runtime.files is not None  # or nothing is kept
+        return self._runtime.files
 
     @property
     def is_on(self) -> bool:
@@ -155,7 +162,7 @@ class SessionKeeper:
         tail = self.seal(cache) if tail is None else tail
         residency, blocks = runtime.placement.residency, list(table.blocks)
         tails: dict[BlockId, Sealed | None] = {} if table.tail is None else {table.tail: tail}
-        older = None if tail is None else store.find(tail.label)
+        older = None if tail is None else self._files.find(tail.label)
         self._zero_behind(table)
         num_kept = runtime.manager.upkeep.keeper.keep(blocks, tails)
         if older is not None:  # unless it is the tail's own, which is in use
@@ -165,7 +172,7 @@ class SessionKeeper:
         )
         before = self._records.get(record.key())
         try:
-            store.sessions.save(record)
+            self._files.save(record)
         except StoreError as error:
             logger.warning("session %r is not kept: %s", record.name, error)
             self._behind.add(record.key())
@@ -205,19 +212,19 @@ class SessionKeeper:
         """How many of its blocks are in the folder."""
         if self._store is None or record.key() not in self._records:
             return 0
-        return sum(slot is not None for slot in self._store.find_all(record.labels()))
+        return sum(slot is not None for slot in self._files.find_all(record.labels()))
 
     def note(self, record: SessionRecord) -> None:
         """Save what changed beside tokens. Raises StoreError: it did not."""
         if self._store is not None and record.key() in self._records:
-            self._store.sessions.save(record)
+            self._files.save(record)
             self._records[record.key()] = record
 
     def reserve(self, record: SessionRecord) -> None:
         """Have what is kept of a session stay, whether it is in use or not."""
         placement = self._runtime.placement
         for label in record.labels() if self._store is not None and record.key() in self._records else ():
-            block, slot = placement.prefixes.find(label), self._store.find(label) if self._store is not None else None
+            block, slot = placement.prefixes.find(label), self._files.find(label)
             if block is not None:
                 placement.pinned.add(block)
             if slot is not None:
@@ -230,7 +237,7 @@ class SessionKeeper:
             block = placement.prefixes.find(label)
             if block is not None:
                 placement.pinned.discard(block)
-            slot = None if store is None else store.find(label)
+            slot = self._files.find(label)
             if slot is not None:
                 placement.free_reserved(slot)
 
@@ -266,7 +273,7 @@ class SessionKeeper:
         gone += self._let_go(labels, others) + self._let_go(of_record, others)
         self._erase([] if self._store is None else self._store.copies(gone))
         if record is not None and self._store is not None:
-            self._store.sessions.delete(key)
+            self._files.delete(key)
             del self._records[key]
             self._behind.discard(key)
             if record.is_pinned:
@@ -308,7 +315,10 @@ class SessionKeeper:
         if store is None or not placement.is_readable(Tier.NVME):
             return
         for slot in sorted(self._to_erase):
-            placement.erase(slot, store.erase)
+            try:
+                placement.erase(slot, self._files.erase)
+            except TransferTimeoutError as error:
+                raise StoreError(errno.ETIMEDOUT, str(error)) from error
             self._to_erase.discard(slot)
 
     def _erase_old(self, before: SessionRecord) -> None:
@@ -318,7 +328,7 @@ class SessionKeeper:
             return
         if any(each.token_ids == before.token_ids and each.namespace == before.namespace for each in self.records()):
             return  # a fork's
-        slot = None if self._store is None else self._store.find(labels[-1])
+        slot = self._files.find(labels[-1])
         if slot is not None:
             self._erase_tail(slot)
 

@@ -20,7 +20,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from kvtier import TieredKV
-from kvtier.errors import BlockLostError, CapacityError, IntegrityError
+from kvtier.errors import BlockLostError, CapacityError, IntegrityError, StoreError
 from kvtier.hf import TieredCache
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slab import SlabStore
@@ -514,3 +514,48 @@ def test_a_disk_that_hangs_while_a_prompt_is_looked_up_is_a_miss_and_holds_nobod
         store._headers.read = read  # type: ignore[method-assign]
         tiered.check_integrity()
         assert_same(tiered.generate(ids, **GREEDY), expected, CLOSE)
+
+
+@pytest.mark.parametrize("what", ["save", "erase", "delete"])
+def test_a_disk_that_hangs_while_a_session_is_kept_or_deleted_holds_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    ids, config = tokens(200), config_of(tmp_path, "blockwise", prefix_cache=True)
+    hangs = threading.Event()
+    with TieredKV(deep(), config) as tiered:
+        store = tiered._runtime.stores[Tier.NVME]
+        assert isinstance(store, NvmeStore)
+        session = tiered.session("alice")
+        first = session.generate(ids, **GREEDY)
+        owner: Any = store if what == "erase" else store.sessions
+        act, calls = getattr(owner, what), []
+
+        def hanging(*args: Any) -> Any:
+            calls.append(1)
+            hangs.wait()  # for ever, were nobody to end it
+            return act(*args)
+
+        setattr(owner, what, hanging)
+        try:
+            if what == "save":
+                more = torch.cat([first.sequences, tokens(30, 1)], dim=1)
+                expected = tiered.model.generate(more, **GREEDY)
+                assert_same(session.generate(more, **GREEDY), expected, CLOSE)
+                assert "session 'alice' is not kept: " in caplog.text
+            else:
+                with pytest.raises(StoreError, match="hangs"):
+                    session.delete()
+            other = tiered.generate(tokens(100, 7), **GREEDY)
+            assert_same(other, tiered.model.generate(tokens(100, 7), **GREEDY), CLOSE)
+            assert len(calls) == 1, "nothing is begun while the tier hangs"
+        finally:
+            hangs.set()
+        setattr(owner, what, act)
+        tiered.check_integrity()
+        while state(tiered) == "hanging":
+            tiered.stats()
+        tiered.session("alice").delete()
+        assert tiered.sessions() == []
+        tiered.check_integrity()
+    with TieredKV(deep(), config) as tiered:
+        assert tiered.sessions() == [] and not tiered.session("alice").token_ids
