@@ -120,6 +120,8 @@ class _Talk:
                 _say(f"kvtier: {' '.join(str(error).split())}")
 
     def _line(self) -> str | None:
+        if sys.stdin is None:  # it was closed before this began
+            return None
         is_terminal = sys.stdin.isatty()
         while True:
             try:

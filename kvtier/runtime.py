@@ -154,6 +154,11 @@ class Runtime:
         self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, self.files)
         if self.files is not None:
             self.placement.forget_slot = functools.partial(_forget, self.files)
+        if config.salt_quota is not None and config.salt_quota.amount < shape.block_bytes:
+            raise BudgetError(
+                f"salt_quota is {config.salt_quota}, its minimum is one block of {shape.block_tokens} tokens, "
+                f"{shape.block_bytes} bytes: raise it, lower block_tokens, or leave it out for no limit"
+            )
         if config.salt_quota is not None and self.labels is not None:
             self.placement.quota = Quota(int(config.salt_quota.amount) // shape.block_bytes, self.files)
         if config.on_block_loss == "recompute":

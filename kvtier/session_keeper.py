@@ -86,22 +86,25 @@ class SessionKeeper:
 
     # -- finding again ------------------------------------------------------------------------------------------------
 
-    def resume(self, key: bytes, cache: TieredCache) -> None:
-        """Let an empty cache of one row begin with what is found of a conversation. With the turn held."""
+    def resume(self, key: bytes, cache: TieredCache) -> list[int]:
+        """Let an empty cache of one row begin with what is found of a conversation. With the turn held.
+
+        The ids of all of its tokens, held or not; none of another model's conversation, whose ids may mean other text.
+        """
         record, state = self._records.get(key), cache.state
         if record is None or self._store is None:
-            return
+            return []
         state.check_weights()
         runtime, batch, origin = self._runtime, state.batch, state.batch.origin
         if origin is None or not state.is_plain():
-            return
+            return []
         each = runtime.manager.block_tokens
         if record.namespace != origin.fingerprint.namespace or record.block_tokens != each:
             logger.warning(
                 "session %r: what is kept of it was computed by another model, or in blocks of another size: it is "
                 "computed anew", record.name,
             )  # fmt: skip
-            return
+            return []
         ids, table, finder = record.token_ids.tolist(), batch.tables[0], runtime.prefix_cache
         blocks = list(finder.match(origin, ids, table.sequence).blocks)
         num_tokens = len(blocks) * each
@@ -121,6 +124,7 @@ class SessionKeeper:
             runtime.placement.release(tail)  # the row holds it
         if num_tokens < len(ids):
             logger.info("session %r: %d of %d tokens are resumed", record.name, num_tokens, len(ids))
+        return ids
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 

@@ -132,10 +132,15 @@ class Sessions:
         with self.runtime.turn:
             if entry.cache is None:
                 cache = self.new_cache(entry.salt)
-                self.keeper.resume(key, cache)
+                entry.transcript = self.keeper.resume(key, cache)
                 entry.cache = cache
                 self._repin(entry)
         return entry.cache
+
+    def token_ids(self, key: bytes, name: str) -> list[int]:
+        """The ids of all tokens: those that the cache holds, or those it began with where not all of that was found."""
+        held, transcript = self.cache(key, name).token_ids, self._entry(key, name).transcript
+        return transcript if transcript[: len(held)] == held and len(transcript) > len(held) else held
 
     def list(self, salt: bytes) -> list[SessionInfo]:
         """What there is under a salt, last used first."""
@@ -277,6 +282,7 @@ class Sessions:
         """See `Session.generate`."""
         cache = self.cache(key, name)
         state = cache.state
+        self._entry(key, name).transcript = []
         use = state.enter()  # before anything is cropped: another thread may be generating on this session
         try:
             num_copies = Generation(self._model, kwargs).num_copies
