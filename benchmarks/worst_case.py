@@ -1,16 +1,16 @@
 """What the prefix cache costs where it never helps: prompts of `--prompt` tokens, each of them asked once.
 
-`tiered.generate` with `prefix_cache: true` and with `false` take turns on the same prompts, and the plain model on
-every fourth of them. With it, every prompt's blocks stay and have to be given up again: tiers fill, blocks go down to
+`tiered.generate` with `prefix_cache: true` and with `false` take turns on the same three prompts, and the plain model
+on every fourth group. With it, every prompt's blocks stay and have to be given up again: tiers fill, blocks go down to
 nvme, and are dropped there. Cases:
 
 - `gpu`: the gpu tier alone, with room for about 6 prompts;
-- `temporary`: gpu, cpu and nvme, for about 6, 4 and 6 prompts, in a temporary folder;
+- `temporary`: gpu, cpu and nvme, for about 6, 2 and 4 prompts, in a temporary folder;
 - `persistent`: the same with a `path`, where blocks are written with their names. Both hash the model for it.
 
-A call ends when nothing moves any more, so that what is done in the background is on the side that asked for it. The
-cost is the median, over the pairs of one round, of the time with it to the time without; `full` leaves out the pairs
-before the last tier was full. CPU seconds are those of all threads, which other work on the machine disturbs less.
+The cost is the median, over the pairs of such groups, of the time with it to the time without; `full` leaves out the
+pairs before the last tier was full. CPU seconds are those of all threads until nothing moves any more, and other work
+on the machine disturbs them less.
 
 Run as `python -m kvtier.benchmarks.worst_case`. Cost: about 12 minutes and 300 MB of disk (one thread, SmolLM2);
 `--quick`, prompts of 128 tokens in the case `temporary` alone, two.
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from kvtier.hf import describe
 
 BLOCK_TOKENS = 64
 NUM_ANSWERED = 8
+GROUP = 3
+"""Prompts in a row on one side, so that what a call leaves to the background meets the next call of the same side."""
 PLAIN_EVERY = 4
 CASES = ("gpu", "temporary", "persistent")
 TARGET_COST_FRAC = 0.02
@@ -49,7 +52,7 @@ def config_for(case: str, prompt_bytes: int, folder: Path, **values: Any) -> dic
     """Budgets in prompts; part of the gpu tier's is for scratch and ring. `folder`: of the case `persistent`."""
     tiers: dict[str, Any] = {"gpu": {"budget": 7 * prompt_bytes}}
     if case != "gpu":
-        tiers |= {"cpu": {"budget": 4 * prompt_bytes}, "nvme": {"budget": 6 * prompt_bytes + (128 << 10)}}
+        tiers |= {"cpu": {"budget": 2 * prompt_bytes}, "nvme": {"budget": 4 * prompt_bytes + (128 << 10)}}
     if case == "persistent":
         tiers["nvme"]["path"] = str(folder)
     return {"block_tokens": BLOCK_TOKENS, "prefill_chunk": 512, "tiers": tiers, **values}
@@ -64,16 +67,23 @@ def prompts(loaded: LoadedModel, num_prompts: int, num_tokens: int) -> list[list
     return found
 
 
-def quiet(tiered: TieredKV) -> Callable[..., Any]:
-    """`tiered.generate`, and the wait until nothing moves any more."""
+def ask_all(generate: Callable[..., Any], group: Sequence[Sequence[int]], tiered: TieredKV | None = None) -> Spent:
+    """Prompts one behind the other, and then the wait until nothing of `tiered` moves any more.
 
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        out = tiered.generate(*args, **kwargs)
-        while tiered.stats()["moves_in_flight"]:
-            time.sleep(0.001)
-        return out
-
-    return generate
+    Seconds are those of the calls, which background moves of the calls before may slow down; CPU seconds have the
+    moves of the last one too. `sequence` is all prompts and answers.
+    """
+    cpu_started_s = time.process_time()
+    calls = [spent(generate, torch.tensor([list(prompt)]), NUM_ANSWERED) for prompt in group]
+    if tiered is not None:
+        runtime = tiered._runtime
+        runtime.manager.poll()
+        while runtime.placement.moves:
+            time.sleep(0.01)  # `stats()` in a loop would cost more than the moves
+            runtime.manager.poll()
+    cpu_seconds = time.process_time() - cpu_started_s
+    sequence = tuple(token for call in calls for token in call.sequence)
+    return replace(calls[0], seconds=sum(call.seconds for call in calls), cpu_seconds=cpu_seconds, sequence=sequence)
 
 
 def is_full(stats: dict[str, Any]) -> bool:
@@ -95,14 +105,14 @@ def measure(case: str, loaded: LoadedModel, asked: Sequence[Sequence[int]], fold
             )
             for side, on in (("with", True), ("without", False))
         }
-        ways: dict[str, Callable[..., Any]] = {side: quiet(tiered) for side, tiered in wrapped.items()}
-        ways["plain"] = model.generate
-        for number, prompt in enumerate(asked):
+        for first in range(0, len(asked) - GROUP + 1, GROUP):
+            number, group = first // GROUP, asked[first : first + GROUP]
             if full_from is None and is_full(wrapped["with"].stats()):
                 full_from = number
-            pair = ("with", "without") if number % 2 else ("without", "with")
-            for side in pair if number % PLAIN_EVERY else (*pair, "plain"):
-                calls[side].append(spent(ways[side], torch.tensor([list(prompt)]), NUM_ANSWERED))
+            for side in ("with", "without") if number % 2 else ("without", "with"):
+                calls[side].append(ask_all(wrapped[side].generate, group, wrapped[side]))
+            if number % PLAIN_EVERY == 0:
+                calls["plain"].append(ask_all(model.generate, group))
         stats = {side: tiered.stats() for side, tiered in wrapped.items()}
     return to_row(case, calls, full_from, stats)
 
@@ -178,23 +188,24 @@ def main() -> None:
     """Measure, print a table, then one JSON document as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, at least 64")
-    parser.add_argument("--pairs", type=int, default=24, help="prompts of each case, at least 20")
+    parser.add_argument("--pairs", type=int, default=10, help="groups of 3 prompts of each case, at least 8")
     parser.add_argument("--cases", default=",".join(CASES), help="comma list")
-    parser.add_argument("--quick", action="store_true", help="20 prompts of 128 tokens, in the case temporary")
+    parser.add_argument("--quick", action="store_true", help="8 pairs of 128 tokens a prompt, in the case temporary")
     options = parse(parser)
     if options.quick:
-        options.prompt, options.pairs, options.cases = 128, 20, "temporary"
+        options.prompt, options.pairs, options.cases = 128, 8, "temporary"
     cases = options.cases.split(",")
-    if options.pairs < 20 or options.prompt < 64 or not set(cases) <= set(CASES):
-        parser.error("--pairs must be at least 20, or the tiers are never full; --prompt at least 64; see --cases")
+    if options.pairs < 8 or options.prompt < 64 or not set(cases) <= set(CASES):
+        parser.error("--pairs must be at least 8, or the tiers are never full; --prompt at least 64; see --cases")
     load_before, console = os.getloadavg()[0], Console(stderr=True)
     loaded = load_model(options.model, console)
-    asked = prompts(loaded, options.pairs * len(cases), options.prompt)
+    each = options.pairs * GROUP
+    asked = prompts(loaded, each * len(cases), options.prompt)
     rows = []
     with tempfile.TemporaryDirectory(prefix="kvtier-worst-", dir=options.folder) as name:
         for number, case in enumerate(cases):
             with console.status(case):
-                own = asked[number * options.pairs : (number + 1) * options.pairs]
+                own = asked[number * each : (number + 1) * each]
                 rows.append(measure(case, loaded, own, Path(name)))
     document = {"benchmark": "worst_case", "model": loaded.name, "prompt_tokens": options.prompt, "rows": rows}
     finish(document, [table(document)], options, load_before)
