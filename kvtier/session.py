@@ -45,8 +45,12 @@ class Session:
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids of the tokens held, oldest first: of the last transcript and answer, all but the last token."""
-        return self.cache.token_ids
+        """The ids of the last transcript and answer, oldest first, all but the last token.
+
+        After a restart also those whose blocks were not found: the next `generate` computes them.
+        """
+        self._check_open()
+        return self._sessions.token_ids(self._key, self.name)
 
     def generate(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """`tiered.generate` on the whole transcript; computes only what comes after the part that the session holds.

@@ -56,6 +56,8 @@ class _Entry:
     """The blocks that it has pinned."""
     sequences: set[SequenceId] = field(default_factory=set)
     """The rows that it was."""
+    transcript: list[int] = field(default_factory=list)
+    """All that an earlier process kept the ids of, until a turn of this one; the cache may hold less."""
     left: list[SlotLabel] = field(default_factory=list)
     """What a `delete` that failed has let go of."""
 

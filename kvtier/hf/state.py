@@ -56,11 +56,14 @@ class CacheState:
     def check_weights(self) -> None:
         """Raise UnsupportedError if the model is no longer the one that made this KV."""
         if self.batch.length == 0:
+            before = self.weights, self.modules
             self.weights = self.runtime.weights_mark(closely=self.runtime.shares)
             source, labels = self.runtime.source, self.runtime.labels
-            recomputes = source is not None and self.runtime.config.on_block_loss == "recompute"
-            self.structure = source.structure() if source is not None and recomputes else None
             self.modules = None if source is None else source.seen()
+            recomputes = source is not None and self.runtime.config.on_block_loss == "recompute"
+            # It takes milliseconds, and a call that found nothing of its prompt comes by twice.
+            if self.structure is None or before != (self.weights, self.modules):
+                self.structure = source.structure() if source is not None and recomputes else None
             # Hashed before the first token is computed: a hash made later would say nothing about this KV.
             self.batch.origin = None if labels is None else labels.origin(self.weights, self.modules, self.salt)
         elif not self.has_current_weights():

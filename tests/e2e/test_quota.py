@@ -71,7 +71,7 @@ def test_more_than_the_quota_is_served_and_not_kept(model: Any, tmp_path: Path) 
         session.generate(ids, **GREEDY)
         assert max(kept(tiered, "greedy")) <= QUOTA
     with TieredKV(model, config(model, tmp_path)) as tiered:
-        held = tiered.session("long", salt="greedy").token_ids
+        held = tiered.session("long", salt="greedy").cache.token_ids
         assert len(held) <= QUOTA * BLOCK and held == ids[0, : len(held)].tolist()
 
 

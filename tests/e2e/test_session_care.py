@@ -180,13 +180,13 @@ def test_a_pinned_session_survives_a_flood_here_and_where_it_is_not_opened(model
             assert {info.name: info.is_pinned for info in tiered.sessions()} == {"kept": True, "loose": False}
     with TieredKV(model, config) as tiered:
         ids = talk(tiered, tiered.session("kept"), ids, 10, 2, 1 + 10)
-        assert len(tiered.session("loose").token_ids) < loose.shape[1] - 1, "the flood was one"
+        assert len(tiered.session("loose").cache.token_ids) < loose.shape[1] - 1, "the flood was one"
         tiered.session("kept").unpin()
         flood(tiered)
     with TieredKV(model, config) as tiered:
         flood(tiered, 3000)
     with TieredKV(model, config) as tiered:
-        assert len(tiered.session("kept").token_ids) < ids.shape[1] - 1
+        assert len(tiered.session("kept").cache.token_ids) < ids.shape[1] - 1
 
 
 def test_what_a_prompt_took_over_of_a_pinned_session_stays_too(model: Any, tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_what_is_damaged_is_computed_again(
     damage(tmp_path, how)
     with caplog.at_level(logging.WARNING), TieredKV(model, keeping(model, tmp_path)) as tiered:
         chat = tiered.session("alice")
-        held = chat.token_ids
+        held = chat.cache.token_ids
         assert held == ids[0, : len(held)].tolist() and (how == "garbled" or len(held) < ids.shape[1] - 1)
         ids = ask(tiered, chat, ids)[0].sequences
     if how == "session":
@@ -517,6 +517,6 @@ def test_a_limit_to_writes_that_is_used_up_is_one_warning_a_turn(
         talk(tiered, chat, ids, 20, 1, 21)
     assert any("'alice'" in text for text in warnings(caplog))
     with TieredKV(model, config) as tiered:
-        held = tiered.session("alice").token_ids
+        held = tiered.session("alice").cache.token_ids
         assert held == ids[0, : len(held)].tolist()
         ask(tiered, tiered.session("alice"), ids)

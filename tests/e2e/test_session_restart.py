@@ -168,7 +168,7 @@ def test_a_session_is_resumed_beside_a_prompt_of_the_same_head_that_lies_in_memo
     with TieredKV(model, config) as tiered:
         tiered.generate(tokens(100), max_new_tokens=2, do_sample=False)
         chat = tiered.session("x")
-        assert len(chat.token_ids) == 100 // BLOCK * BLOCK
+        assert len(chat.cache.token_ids) == 100 // BLOCK * BLOCK
         tiered.check_integrity()
         ask(tiered, chat, ids)
         for seed in range(30):
@@ -390,3 +390,17 @@ def test_what_a_deleted_session_left_behind_a_tail_is_not_written_with_it(model:
 
 def _copies(runtime: Any, session: Any) -> Any:
     return runtime.placement.residency[session.cache.state.batch.tables[0].blocks[-1]].copies
+
+
+def test_a_conversation_whose_blocks_are_gone_keeps_its_words(model: Any, tmp_path: Path) -> None:
+    config = keeping(model, tmp_path)
+    with TieredKV(model, config) as tiered:
+        ids = talk(tiered, tiered.session("alice"), torch.zeros((1, 0), dtype=torch.long), 100, 0, 100)
+    for path in tmp_path.rglob("segment-*"):
+        path.unlink()
+    with TieredKV(model, config) as tiered:
+        chat = tiered.session("alice")
+        assert chat.token_ids == ids[0, :-1].tolist() and chat.cache.token_ids == []
+        assert tiered.session("alice").token_ids == chat.token_ids
+        ids = talk(tiered, chat, ids, 20, 1, ids.shape[1] + 20)
+        assert chat.token_ids == chat.cache.token_ids == ids[0, :-1].tolist()

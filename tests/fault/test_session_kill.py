@@ -74,7 +74,7 @@ def _turn(name: str, chat: Session, ids: list[int], compares: bool) -> None:
     say("turn", name, *ids)
     given = torch.tensor([ids])
     out = chat.generate(given, **HOW)
-    say("held", name, *chat.token_ids)
+    say("held", name, *chat.cache.token_ids)
     if compares:
         assert_same(out, plain(given), "blockwise")
 
