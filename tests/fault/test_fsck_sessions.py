@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import tempfile
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -175,7 +176,9 @@ def test_one_that_cannot_be_read_is_told_and_stays(tmp_path: Path) -> None:
     kv = tmp_path / "kv"
     left(kv, record("a"), record("b"))
     path_of(kv, record("a")).chmod(0)
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent == Path(tempfile.gettempdir()):
+            break
         parent.chmod(0o755)
     with as_nobody(kv, *kv.iterdir()):
         report = check_folder(kv, repair=True)
