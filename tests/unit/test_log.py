@@ -101,7 +101,7 @@ def prints(source: str) -> list[str]:
 
 
 # log.py has the handler that KVTIER_LOG asks for.
-MAY_PRINT = [PACKAGE / name for name in ("cli.py", "terminal.py", "log.py")]  # the command line; KVTIER_LOG
+MAY_PRINT = [PACKAGE / name for name in ("cli.py", "cli_chat.py", "cli_sessions.py", "terminal.py", "log.py")]
 LIBRARY = [file for file in PACKAGE.rglob("*.py") if file not in MAY_PRINT]
 
 
