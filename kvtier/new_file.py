@@ -100,7 +100,7 @@ class NewFile:
     def __enter__(self) -> Self:
         try:
             self.create()
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: nothing is left beside the target
             self.abandon()
             raise
         return self

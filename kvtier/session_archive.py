@@ -161,7 +161,7 @@ class ArchiveReader:
                 if not stat.S_ISREG(status.st_mode):
                     raise InvalidArchive("is no regular file, and so no exported session", NOT_ONE)
                 self._layout = read_layout(self._read, status.st_size)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no descriptor is left
             self.close()
             raise
 

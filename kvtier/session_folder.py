@@ -235,7 +235,7 @@ class SessionFolder:
                 try:
                     size = os.fstat(fd).st_size
                     segment = Segment(fd, self.path / place.segment.name, size, io, lambda num_bytes: None)
-                except BaseException:
+                except BaseException:  # a Ctrl-C too: no descriptor is left
                     close_fd(fd)
                     raise
                 payload = _payload(segment, place, session.labels[number])

@@ -24,7 +24,7 @@ from kvtier.hf import describe, transformers_model
 from kvtier.hf.fingerprint import fingerprint
 from kvtier.labels import Fingerprint, Labels
 from kvtier.types import SlotLabel, Tier
-from tests.e2e.families import ATTENTION, BLOCK, FAMILIES, GREEDY, small_config, tiny, tiny_from, tokens
+from tests.e2e.families import ATTENTION, BLOCK, FAMILIES, GREEDY, assert_same, small_config, tiny, tiny_from, tokens
 
 LLAMA = FAMILIES["llama"][1]
 
@@ -746,3 +746,38 @@ def test_every_way_to_generate_is_labelled(tmp_path: Path) -> None:
             tiered.generate(tokens(80), **{**GREEDY, **mode}, cache=cache)
             demote_all(tiered)
             assert len(by_identity(written)) >= 96 // BLOCK - 1, mode
+
+
+@pytest.mark.parametrize("has_path", [True, False])
+def test_prompts_are_found_of_the_adapter_in_force_alone(tmp_path: Path, has_path: bool) -> None:
+    """Switched, disabled, merged, written: none is answered with another's KV, and one that is back finds its own."""
+    model, ids = adapted(), tokens(150)
+    config = small_config(model.get_base_model(), tmp_path, prefix_cache=True)
+    if not has_path:
+        del config["tiers"]["nvme"]["path"]
+
+    def reused(tiered: TieredKV) -> int:
+        before = sum(tiered.stats()["prefix_cache"]["reused_tokens"].values())
+        out = tiered.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+        assert_same(out, model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY), "blockwise")
+        tiered.check_integrity()
+        return sum(tiered.stats()["prefix_cache"]["reused_tokens"].values()) - before
+
+    whole = 150 // BLOCK * BLOCK
+    with TieredKV(model, config) as tiered, torch.no_grad():
+        assert [reused(tiered), reused(tiered)] == [0, whole]
+        model.set_adapter("other")
+        assert [reused(tiered), reused(tiered)] == [0, whole]
+        model.set_adapter("default")
+        assert reused(tiered) == whole
+        with model.disable_adapter():
+            assert reused(tiered) == 0
+        model.merge_adapter()
+        assert reused(tiered) == 0
+        model.unmerge_adapter()
+        reused(tiered)  # the same weights up to rounding: found or not, the tokens are this model's
+        next(each for name, each in model.named_parameters() if "lora_B" in name).add_(0.3)
+        assert reused(tiered) == 0
+    with TieredKV(model, config) as tiered:
+        reused(tiered)
+        assert reused(tiered) == whole

@@ -377,7 +377,7 @@ def test_delete_while_another_thread_generates_is_refused_or_waits(model: Any, t
                     ended.append(torch.equal(out.sequences, expected))
                 except (ClosedError, UnsupportedError):
                     pass
-                except BaseException as error:
+                except BaseException as error:  # whatever it is, it is looked at later
                     wrong.append(error)
 
         thread = threading.Thread(target=work)

@@ -339,7 +339,7 @@ def test_threads_on_sessions_of_their_own_are_all_resumed(model: Any, tmp_path: 
                 try:
                     out = tiered.session(name).generate(transcripts[name], **GREEDY)
                     transcripts[name] = torch.cat([out.sequences, tokens(10, len(name))], dim=1)
-                except BaseException as error:
+                except BaseException as error:  # whatever it is, it is looked at later
                     wrong.append(error)
 
             threads = [threading.Thread(target=work, args=(name,)) for name in transcripts]

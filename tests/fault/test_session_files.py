@@ -176,7 +176,7 @@ def test_two_stores_and_two_threads(tmp_path: Path) -> None:
                 store.sessions.save(record(f"own {number}", turn))
                 assert len(store.sessions.load()) >= 2
                 assert store.used_bytes() <= 8 << 20
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, it is looked at later
             failed.append(error)
 
     threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
@@ -429,9 +429,9 @@ def test_a_save_that_fails_leaves_the_older_record_and_nothing_else(
         def failing(*arguments: object, **more: object) -> object:
             nonlocal calls
             calls += 1
-            if calls == skipped + 1:  # noqa: B023
+            if calls == skipped + 1:  # noqa: B023  # called in this very turn of the loop
                 raise OSError(code, os.strerror(code))
-            return real(*arguments, **more)  # noqa: B023
+            return real(*arguments, **more)  # noqa: B023  # as above
 
         newer = record(num_tokens=200 + skipped)
         before = store.sessions.load()

@@ -29,7 +29,7 @@ class Machine(RuleBasedStateMachine):
         try:
             if failed is None or isinstance(failed, StopTest):
                 self.check_end()
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, it is looked at later
             if failed is not None:
                 self.unseen.append(error)
             raise
