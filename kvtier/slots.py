@@ -131,7 +131,8 @@ class SlotPool:
     def hold_back(self, slots: Sequence[Slot]) -> None:
         """Hand these out last, in this order. In place of what was said before; O(slots).
 
-        Slots that were handed out once are ordinary from then on: they are passed over here.
+        Slots that were handed out once are ordinary from then on, and so are those that `take` has passed and that
+        are held back no more: they are not held back again.
         """
         untouched = self._held
         held = [slot for slot in slots if slot < self._ceiling and (slot in untouched or slot >= self._fresh)]

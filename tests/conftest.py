@@ -1,4 +1,8 @@
-"""For every test: one torch thread (two xdist workers share two cores) and no look-ups of models on the network."""
+"""For every test: one torch thread (two xdist workers share two cores) and no look-ups of models on the network.
+
+Hypothesis draws the same examples in each run, so that a run that fails fails again; with KVTIER_TEST_EXAMPLES=N in the
+environment it draws others, N where the test has no number of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from kvtier.log import rate_limit
+
+settings.register_profile("the same examples", derandomize=True, deadline=None)
+settings.register_profile("others", max_examples=int(os.environ.get("KVTIER_TEST_EXAMPLES", "100")), deadline=None)
+settings.load_profile("others" if "KVTIER_TEST_EXAMPLES" in os.environ else "the same examples")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

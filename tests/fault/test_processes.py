@@ -101,12 +101,14 @@ def test_kills_while_sessions_generate_leave_nothing_wrong(tmp_path: Path, reque
                 label, out = store.label(Slot(slot)), torch.empty(shape.block_bytes, dtype=torch.uint8)
                 assert label is not None and store.find(label) == slot
                 store.read(Slot(slot), out)
-                counts["wrong"] += not is_right(out.view(torch.float32), right_blocks)
+                # The plain model's own KV differs by 4e-5 between two ways to cut a prompt; blocks differ by 8.
+                counts["wrong"] += not is_right(out.view(torch.float32), right_blocks, 1e-4)
             counts["detected" if store.num_quarantined else "absorbed"] += 1
             store.check_integrity()
             store.close()
             assert allocated_bytes(folder) <= budget_bytes
     assert num_found > 10
+    assert counts["wrong"] == 0
     report(request, Row.KILL_MODEL, **counts)
 
 

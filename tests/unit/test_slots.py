@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.errors import IntegrityError
@@ -244,25 +244,32 @@ OPERATIONS = st.one_of(
 
 
 @given(st.integers(0, 12), st.lists(OPERATIONS, max_size=40))
+@example(3, [("hold_back", [0]), ("take", 0), ("hold_back", []), ("hold_back", [0]), ("take", 0)])
 def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[tuple[str, int | list[int]]]) -> None:
     """Free slots are those below the ceiling that are neither in use nor retired; each of them can be claimed."""
     pool, used, retired, ceiling = SlotPool(num_slots), set[int](), set[int](), num_slots
     held: list[int] = []
-    touched = set[int]()  # handed out once
+    touched = set[int]()  # handed out once, or as if
+    passed = 0  # slots that were looked at, so that those of them that are held back no more are as if handed out
     for name, value in history:
         free = set(range(ceiling)) - used - retired
+        before = set(held)
         match name:
             case "take":
                 slot = pool.take()
                 ordinary = free - set(held)
                 expected = min(ordinary) if ordinary else next((each for each in held if each in free), None)
                 assert slot == expected
+                while passed < ceiling and passed in before:
+                    passed += 1
                 if slot is not None:
+                    passed = max(passed, slot + 1)
                     used.add(slot)
                     touched.add(slot)
             case "claim":
                 assert pool.claim(Slot(value)) is (value in free)
                 if value in free:
+                    passed = max(passed, value + 1)
                     used.add(value)
                     touched |= {value} | (set(range(value)) - set(held))  # those before it are as if handed out
             case "give_back" | "retire" if used:
@@ -285,6 +292,7 @@ def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[t
                 pool.hold_back([Slot(each) for each in held])
         # What was handed out once, or lay beyond a lowered ceiling, is ordinary.
         held = [each for each in held if each < ceiling and each not in touched]
+        touched |= {each for each in before.difference(held) if each < passed}
         pool.check_integrity()
         free = set(range(ceiling)) - used - retired
         assert (pool.num_used, pool.num_free) == (len(used), len(free))
