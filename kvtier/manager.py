@@ -140,23 +140,24 @@ class TierManager(Sequences):
             slot = self._take()
             placement.copy_now(tail, MovePurpose.COPY_TAIL, slot)
             tail_copy = self._create(table, len(table.blocks) - 1, slot, reserved)
-        first = len(table.blocks)
-        new_blocks = [
-            self._create(table, index, self._take(), reserved)
-            for index in range(first, first + self._num_new_blocks(table, new))
-        ]
         copies = self.placement.residency
         tail_block = tail_copy if tail_copy is not None else tail
         tail_slot = None if tail_block is None else copies[tail_block].copies[Tier.GPU]
+        before = copies[table.blocks[-1]].copies.get(Tier.GPU) if tail is None and table.blocks else tail_slot
+        first, num_new, new_blocks = len(table.blocks), self._num_new_blocks(table, new), list[BlockId]()
+        for number in range(num_new):
+            before = self._take(before, num_new - number)
+            new_blocks.append(self._create(table, first + number, before, reserved))
         slots = ([] if tail_slot is None else [tail_slot]) + [copies[block].copies[Tier.GPU] for block in new_blocks]
         writes = self._writes(slots, table.tail_tokens, new.num_tokens)
         return RowStep(table, new, table.num_tokens, writes, tuple(new_blocks), tail_slot, tail_copy)
 
-    def _take(self) -> Slot:
+    def _take(self, before: Slot | None = None, num_slots: int = 1) -> Slot:
+        """Neighbours where there are any: attention reads a run of slots in one call."""
         pool = self.placement.pools[Tier.GPU]
         if not pool.num_free:  # what make_room found may be gone by now: a full disk lowers the ceiling
             self.placement.make_room(Tier.GPU, 1)
-        slot = pool.take()
+        slot = pool.take_near(before, num_slots)
         if slot is None:
             raise IntegrityError("make_room promised a gpu slot that is not there")
         return slot

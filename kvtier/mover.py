@@ -246,6 +246,7 @@ class Mover(TierUse):
             self._put_back(result)
         elif move.purpose is not MovePurpose.COPY_TAIL:
             self.add_copy(move.block, move.dest, move.dest_slot)
+            self.unreadable.discard(move.block)  # it could be read after all
             if move.label is not None:
                 self.note_labelled(move.block)
             if move.purpose is MovePurpose.DEMOTE and not record.pins[move.source]:

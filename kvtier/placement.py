@@ -98,20 +98,25 @@ class Placement(Mover):
 
     def _give_up_oldest(self, tier: Tier, num_slots: int) -> None:
         """The last resort before CapacityError: a policy that names too few blocks must not stop the house."""
+        # `give_up` stops at a block that has no place; a clean one behind it needs none.
         for running in (False, True):
-            # `give_up` stops at a block that has no place; a clean one behind it needs none.
-            evictable = Evictable(self, tier, running)
-            for block in self.residency.blocks():
-                if num_slots and block in evictable and self._is_clean(block, tier):
-                    self.drop_copy(block, tier)
-                    num_slots -= 1
-        if not num_slots:
-            return
-        self._oldest_first = True
-        try:
-            self.give_up(tier, num_slots)
-        finally:
-            self._oldest_first = False
+            num_slots -= self._drop_clean(tier, num_slots, running, self._is_clean)
+        if num_slots:
+            self._oldest_first = True
+            try:
+                num_slots -= self.give_up(tier, num_slots)
+            finally:
+                self._oldest_first = False
+        # The tier below hangs: they are read when it answers again, or recomputed.
+        self._drop_clean(tier, num_slots, False, lambda block, tier: self.residency[block].is_clean(tier))
+
+    def _drop_clean(self, tier: Tier, num_slots: int, running: bool, is_clean: Callable[[BlockId, Tier], bool]) -> int:
+        evictable, done = Evictable(self, tier, running), 0
+        for block in self.residency.blocks() if num_slots else ():
+            if done < num_slots and block in evictable and is_clean(block, tier):
+                self.drop_copy(block, tier)
+                done += 1
+        return done
 
     def _evict_cached(self, tier: Tier, num_slots: int) -> bool:
         """Evict up to that many cached blocks, the slowest tier's first; whether any went, and it will help.
@@ -177,6 +182,15 @@ class Placement(Mover):
                 break
             done += len(leaves)
         return done
+
+    def evict_below(self, tier: Tier, most: int) -> None:
+        """Where every tier below is full, give up cached blocks of the slowest, so that demotion need not wait later.
+
+        Up to `most` of its slots are then free.
+        """
+        below = [other for other in self.pools if other > tier and self.takes(other, early=True)]
+        if below and not any(self.pools[other].num_free or self._leaving[other] for other in below):
+            self.evict_cached(max(below), most)
 
     def _drop_idle(self, tier: Tier, num_slots: int) -> bool:
         """Drop that many idle blocks, so that as many slots of `tier` can be had. False, and nothing done: too few.
@@ -262,8 +276,6 @@ class Placement(Mover):
                     self.drop_copy(block, tier)
                 elif (place := self._take_below(tier, num_slots - done, idle_only, early)) is not None:
                     self.start(block, MovePurpose.DEMOTE, tier, *place)
-                elif self._oldest_first and not running and self.residency[block].is_clean(tier):
-                    self.drop_copy(block, tier)  # the tier below hangs: read when it answers again, or recomputed
                 else:
                     return done
                 done += 1

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from kvtier.block_table import BlockTable
 from kvtier.hf import PLAIN_ARGUMENTS, TieredCache
+from kvtier.labels import Origin
 from kvtier.load_or_recompute import best_cut
 from kvtier.prefix import Miss
 from kvtier.prefix_cache import Match
@@ -95,15 +97,20 @@ class Reuse:
         with runtime.turn:
             if batch.length or not prompts:
                 return
-            self._state.check_weights()
+            self._state.check_weights(closely=False)
             origin = batch.origin
             if origin is None or not self._state.may_reuse():
                 return
             self._state.take_rows(len(prompts) * num_copies)
             runtime.manager.poll()
             tables = batch.tables[::num_copies]
-            pairs = zip(prompts, tables, strict=True)
-            matches = [runtime.prefix_cache.match(origin, each.token_ids, table.sequence) for each, table in pairs]
+            matches = self._match(prompts, tables, origin)
+            if any(match.blocks for match in matches):
+                self._state.check_weights()  # the close look, which the first forward takes where nothing is attached
+                if batch.origin is None:
+                    return
+                if batch.origin is not origin:
+                    matches = self._match(prompts, tables, batch.origin)
             is_one = batch.num_rows == 1 and not prompts[0].padding
             cuts = [self._cut(match) for match in matches]
             if is_one and cuts[0].computes:
@@ -115,6 +122,10 @@ class Reuse:
                     runtime.prefix_cache.count(prompt.token_ids, match, table)
                 return
         self._begin_both(prompts[0].token_ids, match, cut)
+
+    def _match(self, prompts: Sequence[Prompt], tables: Sequence[BlockTable], origin: Origin) -> list[Match]:
+        pairs = zip(prompts, tables, strict=True)
+        return [self._runtime.prefix_cache.match(origin, each.token_ids, table.sequence) for each, table in pairs]
 
     def _cut(self, match: Match) -> _Cut:
         """What of the blocks found is to be loaded, computed, or left."""

@@ -74,6 +74,35 @@ class SlotPool:
         self.peak_used = max(self.peak_used, len(self._taken))
         return Slot(slot)
 
+    def take_near(self, before: Slot | None, num_slots: int) -> Slot | None:
+        """Hand out the slot behind `before`, or where that is not to be had, one from which on `num_slots` are free.
+
+        Of several such runs the shortest, else the longest there is; where slots are held back, the lowest slot. None:
+        no slot is free. O(free log free) slots.
+        """
+        if self._held:
+            return self.take()
+        if before is not None and self.claim(Slot(before + 1)):
+            return Slot(before + 1)
+        start = self._start_of_run(num_slots)
+        return start if start is not None and self.claim(start) else self.take()
+
+    def _start_of_run(self, num_slots: int) -> Slot | None:
+        """Among slots that were given back, and those that never were handed out, which are one run, the last."""
+        runs: list[tuple[int, int]] = []  # length, first slot
+        for slot in sorted(self._free):
+            if runs and slot == sum(runs[-1]):
+                runs[-1] = runs[-1][0] + 1, runs[-1][1]
+            else:
+                runs.append((1, slot))
+        if self._fresh < self._ceiling:
+            joins = bool(runs) and sum(runs[-1]) == self._fresh
+            length, first = runs.pop() if joins else (0, self._fresh)
+            runs.append((length + self._ceiling - self._fresh, first))
+        fitting = [run for run in runs if run[0] >= num_slots]
+        best = min(fitting) if fitting else max(runs, key=lambda run: (run[0], -run[1]), default=None)
+        return None if best is None else Slot(best[1])
+
     def claim(self, slot: Slot) -> bool:
         """Hand out this very slot, for the sake of what lies in it; whether it was there to be had.
 

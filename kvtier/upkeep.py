@@ -48,8 +48,8 @@ class Upkeep:
         if pool.used_frac <= mark.high_frac:
             return
         surplus = pool.num_used - placement.leaving(tier) - int(mark.low_frac * pool.ceiling)
-        if surplus > 0:
-            placement.give_up(tier, surplus, early=True)
+        if surplus > 0 and (done := placement.give_up(tier, surplus, early=True)) < surplus:
+            placement.evict_below(tier, surplus - done)
 
     def _copy_down(self) -> None:
         """Write-behind: sealed blocks go to the cpu tier while it has room below its low watermark."""

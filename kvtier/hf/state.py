@@ -53,11 +53,14 @@ class CacheState:
         """Whether the tokens held, if any, were computed with the model as it is now."""
         return self.batch.length == 0 or self.weights == self.runtime.weights_mark()
 
-    def check_weights(self) -> None:
-        """Raise UnsupportedError if the model is no longer the one that made this KV."""
+    def check_weights(self, *, closely: bool = True) -> None:
+        """Raise UnsupportedError if the model is no longer the one that made this KV.
+
+        `closely`: look closely at that of an empty cache, if KV is shared: before any is attached or gets a label.
+        """
         if self.batch.length == 0:
             before = self.weights, self.modules
-            self.weights = self.runtime.weights_mark(closely=self.runtime.shares)
+            self.weights = self.runtime.weights_mark(closely=closely and self.runtime.shares)
             source, labels = self.runtime.source, self.runtime.labels
             self.modules = None if source is None else source.seen()
             recomputes = source is not None and self.runtime.config.on_block_loss == "recompute"

@@ -386,6 +386,20 @@ def test_one_weight_that_no_counter_of_torch_sees_written_makes_another_model(tm
         assert ask(tiered, ids)[1] == 100 + NEW
 
 
+def test_a_change_that_is_only_seen_closely_is_seen_by_a_call_that_finds_nothing_too(tmp_path: Path) -> None:
+    model = tiny_from(FAMILIES["llama"][0], **FAMILIES["llama"][1])
+    ids, others = tokens(100), tokens(100, 1)
+    values = config(model, tmp_path)
+    del values["tiers"]["nvme"]["path"]
+    with TieredKV(model, values) as tiered:
+        ask(tiered, ids)
+        model.model.layers[1].self_attn.k_proj.weight.data.mul_(1.5)
+        assert [ask(tiered, others)[1] for _ in range(2)] == [100 + NEW, 100 % BLOCK + NEW]
+        assert [ask(tiered, ids)[1] for _ in range(2)] == [100 + NEW, 100 % BLOCK + NEW]
+        model.model.layers[1].self_attn.k_proj.weight.data.div_(1.25)
+        assert [ask(tiered, ids)[1] for _ in range(2)] == [100 + NEW, 100 % BLOCK + NEW]
+
+
 def test_an_optimizer_of_another_model_leaves_this_one_as_it_is(tiered: TieredKV) -> None:
     ids = tokens(100)
     ask(tiered, ids)

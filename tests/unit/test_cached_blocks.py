@@ -342,6 +342,37 @@ def test_room_is_made_of_cached_blocks_and_of_no_conversation(tiers: tuple[int, 
     assert sharing.placement.metrics.dropped_blocks == 0
 
 
+@pytest.mark.parametrize("tiers", [(4, 0, 4), (4, 4, 0), (4, 4, 4)], ids=str)
+def test_full_tiers_make_room_between_steps_and_no_step_waits_for_it(
+    tiers: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lowest one kept all it had until a step needed room on the first: that step waited for every tier."""
+    gpu, cpu, nvme = tiers
+    sharing = Sharing(gpu=gpu, cpu=cpu, nvme=nvme, high_frac=0.7, low_frac=0.5)
+    for at in range(0, 4 * sum(tiers), 4):
+        sharing.cached(ALL[at : at + 4])
+    assert len(sharing.placement.prefixes) >= sum(tiers) - 4
+    for _ in range(4):  # as between the steps of other sequences: what goes down goes from tier to tier
+        sharing.manager.poll()
+        sharing.house.drain()
+    monkeypatch.setattr(sharing.placement, "wait", lambda: pytest.fail("it waits"))
+    sharing.house.append(sharing.manager.new_batch(), list(range(8)))
+    sharing.manager.check_integrity()
+    assert len(sharing.placement.prefixes) >= sum(tiers) - 5, "and no more goes than has to"
+
+
+def test_nothing_is_given_up_early_for_a_tier_that_takes_nothing() -> None:
+    sharing = Sharing(gpu=4, cpu=0, nvme=4, high_frac=0.7, low_frac=0.5)
+    for at in range(0, 32, 4):
+        sharing.cached(ALL[at : at + 4])
+    sharing.house.drain()
+    sharing.house.engine.nvme_available_slots = 0
+    num_cached = len(sharing.placement.prefixes)
+    sharing.placement.takes = lambda tier, early=False: False  # type: ignore[method-assign]
+    sharing.placement.evict_below(Tier.GPU, 4)
+    assert len(sharing.placement.prefixes) == num_cached
+
+
 def test_nothing_is_evicted_below_where_no_block_could_go_down() -> None:
     sharing = Sharing(gpu=2, cpu=0, nvme=2)
     sharing.cached(ALL[:8])

@@ -245,3 +245,33 @@ def test_a_probe_of_a_resting_tier_that_hangs_is_not_the_last_one() -> None:
     house.drain()
     assert breaker.state == "ok" and sorted(house.tiers_of(batch)) == ["gpu", "nvme"]
     house.check()
+
+
+def test_a_clean_idle_block_makes_room_behind_one_that_has_no_place_while_the_tier_below_hangs() -> None:
+    """Found wrong: a step was refused, because the first idle block in the policy's order could not go."""
+    house = build(gpu=3, cpu=0, nvme=4, **NO_BACKGROUND)
+    _, dirty, clean = (house.filled(4, 100 * number) for number in range(3))
+    slot = house.placement.pools[Tier.NVME].take()
+    assert slot is not None
+    house.placement.start(clean.tables[0].blocks[0], MovePurpose.WRITE_BEHIND, Tier.GPU, Tier.NVME, slot)
+    house.drain()
+    hung_write(house)
+    house.append(house.manager.new_batch(), [1])
+    assert (house.tiers_of(dirty), house.tiers_of(clean)) == (["gpu"], ["nvme"])
+    house.check()
+
+
+@pytest.mark.parametrize("dest", [Tier.GPU, Tier.NVME], ids=str)
+def test_a_block_that_could_be_read_after_all_is_unreadable_no_more(dest: Tier) -> None:
+    house = build(gpu=2, cpu=2, nvme=2, **NO_BACKGROUND)
+    (block,) = house.filled(4).tables[0].blocks
+    assert house.placement.give_up(Tier.GPU, 1) == 1
+    house.drain()
+    house.placement.unreadable.add(block)
+    slot = house.placement.pools[dest].take()
+    assert slot is not None
+    purpose = MovePurpose.PROMOTE if dest is Tier.GPU else MovePurpose.DEMOTE
+    house.placement.start(block, purpose, Tier.CPU, dest, slot)
+    house.drain()
+    assert block not in house.placement.unreadable
+    house.check()

@@ -235,12 +235,33 @@ def test_a_slot_that_is_retired_or_beyond_the_ceiling_cannot_be_claimed() -> Non
     assert take(pool, 4) == [2, 3, 4, None]
 
 
+def test_neighbours_are_handed_out_where_there_are_any() -> None:
+    pool = SlotPool(12)
+    take(pool, 9)
+    for slot in (0, 3, 4, 6, 7):
+        pool.give_back(Slot(slot))
+    assert pool.take_near(Slot(3), 1) == 4, "behind the one before"
+    assert pool.take_near(None, 2) == 6, "the shortest that is long enough"
+    assert pool.take_near(Slot(6), 1) == 7
+    assert pool.take_near(Slot(7), 1) == 0, "the shortest, the lowest of several"
+    assert pool.take_near(None, 9) == 9, "the longest, of slots that were never handed out"
+    assert pool.take_near(Slot(9), 8) == 10
+    assert [pool.take_near(Slot(11), 1) for _ in range(3)] == [3, 11, None]
+    pool.check_integrity()
+
+
 SLOTS = st.integers(-1, 12)
 OPERATIONS = st.one_of(
     st.tuples(st.just("take"), st.just(0)),
-    st.tuples(st.sampled_from(["claim", "claim", "give_back", "retire", "lower", "raise"]), SLOTS),
+    st.tuples(st.sampled_from(["near", "claim", "claim", "give_back", "retire", "lower", "raise"]), SLOTS),
     st.tuples(st.just("hold_back"), st.lists(SLOTS, max_size=6, unique=True)),
 )
+
+
+def _runs(free: set[int]) -> list[tuple[int, int]]:
+    """Length and first slot of each."""
+    starts = [slot for slot in free if slot - 1 not in free]
+    return [(next(n for n in itertools.count() if slot + n not in free), slot) for slot in starts]
 
 
 @given(st.integers(0, 12), st.lists(OPERATIONS, max_size=40))
@@ -266,6 +287,16 @@ def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[t
                     passed = max(passed, slot + 1)
                     used.add(slot)
                     touched.add(slot)
+            case "near" if not held:
+                runs = _runs(free)
+                slot = pool.take_near(Slot(value), value)
+                fitting = [run for run in runs if run[0] >= value]
+                best = min(fitting, default=None) or max(runs, key=lambda run: (run[0], -run[1]), default=None)
+                assert slot == (value + 1 if value + 1 in free else best and best[1])
+                if slot is not None:
+                    used.add(slot)
+                    touched |= {slot, *range(slot)}
+                    passed = max(passed, slot + 1)
             case "claim":
                 assert pool.claim(Slot(value)) is (value in free)
                 if value in free:
