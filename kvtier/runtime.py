@@ -148,6 +148,7 @@ class Runtime:
         )
         self.manager = TierManager(self.placement, shape.block_tokens, gpu.same_bytes, self._past)
         self.manager.sealer.indexes = self.shares
+        self.manager.upkeep.step_slots = -(-config.prefill_chunk // shape.block_tokens)
         files = nvme if isinstance(nvme, NvmeStore) and self.labels is not None and self.labels.outlives else None
         if files is not None:
             self.files = TimedFiles(files, self.placement.breakers[Tier.NVME], config.io_timeout_s)

@@ -21,6 +21,8 @@ class Upkeep:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self.keeper = Keeper(placement)
+        self.step_slots = 0
+        """Slots of the gpu tier that a step of one row takes at most: as many are made free ahead, within `low`."""
         # Bounded: a block that is forgotten here is copied down when it is demoted.
         self._to_copy_down: deque[BlockId] = deque(maxlen=4096)
 
@@ -45,11 +47,15 @@ class Upkeep:
     def _demote_to_low(self, tier: Tier) -> None:
         placement = self._placement
         pool, mark = placement.pools[tier], placement.watermarks[tier]
-        if pool.used_frac <= mark.high_frac:
-            return
         surplus = pool.num_used - placement.leaving(tier) - int(mark.low_frac * pool.ceiling)
-        if surplus > 0 and (done := placement.give_up(tier, surplus, early=True)) < surplus:
-            placement.evict_below(tier, surplus - done)
+        is_ahead = pool.used_frac <= mark.high_frac
+        if is_ahead:  # of nobody's need yet: a step that has to wait for room waits for one tier after the other
+            free = pool.num_free + placement.leaving(tier)
+            surplus = min(surplus, self.step_slots - free) if tier is Tier.GPU else 0
+        if surplus > 0:
+            done = placement.give_up(tier, surplus, idle_only=is_ahead, early=True)
+            if done < surplus:
+                placement.evict_below(tier, surplus - done)
 
     def _copy_down(self) -> None:
         """Write-behind: sealed blocks go to the cpu tier while it has room below its low watermark."""

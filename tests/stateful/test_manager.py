@@ -264,6 +264,7 @@ class ManagerMachine(Machine):
             high_frac=marks[0], low_frac=marks[1], seed=seed, max_delay=max_delay, drops=drops, past=past,
         )  # fmt: skip
         self.manager, self.placement, self.engine = self.house.manager, self.house.placement, self.house.engine
+        self.manager.upkeep.step_slots = seed % 4
         self.started = True
         for length, num_rows in itertools.cycle(lengths):
             if self.num_blocks_held() >= gpu + cpu + nvme - num_spare:

@@ -361,6 +361,29 @@ def test_full_tiers_make_room_between_steps_and_no_step_waits_for_it(
     assert len(sharing.placement.prefixes) >= sum(tiers) - 5, "and no more goes than has to"
 
 
+def test_a_step_of_the_largest_size_finds_room_although_no_tier_is_nearly_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharing = Sharing(gpu=8, cpu=8, nvme=0, high_frac=1.0, low_frac=0.5)
+    sharing.manager.upkeep.step_slots = 3
+    sharing.cached(ALL[:28])
+    held = sharing.filled(ALL[28:32])
+    sharing.manager.poll()
+    sharing.house.drain()
+    assert sharing.placement.pools[Tier.GPU].num_free == 3, "as many as a step takes, and no more"
+    monkeypatch.setattr(sharing.placement, "wait", lambda: pytest.fail("it waits"))
+    sharing.house.append(sharing.manager.new_batch(), list(range(12)))
+    assert sharing.house.tiers_of(held) == ["gpu"]
+    sharing.manager.check_integrity()
+
+
+def test_no_running_block_goes_ahead_of_need() -> None:
+    sharing = Sharing(gpu=4, cpu=8, nvme=0, high_frac=1.0, low_frac=0.5)
+    sharing.manager.upkeep.step_slots = 2
+    batch = sharing.filled(ALL[:16])
+    sharing.manager.enter(batch)
+    sharing.manager.poll()
+    assert {move.purpose for move in sharing.placement.moves.values()} == {MovePurpose.WRITE_BEHIND}
+
+
 def test_nothing_is_given_up_early_for_a_tier_that_takes_nothing() -> None:
     sharing = Sharing(gpu=4, cpu=0, nvme=4, high_frac=0.7, low_frac=0.5)
     for at in range(0, 32, 4):
