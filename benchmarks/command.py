@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,17 @@ def encode(loaded: LoadedModel, num_tokens: int) -> torch.Tensor:
 
 def finish(document: dict[str, Any], tables: Sequence[Table], options: argparse.Namespace, load_before: float) -> None:
     """Print tables and document. `load_before`: the machine's load average before anything was measured."""
-    console = Console(file=sys.stderr) if options.json else Console()
+    console = console_of(stderr=options.json)
     for table in tables:
         console.print(table)
     load = [round(value, 1) for value in (load_before, os.getloadavg()[0])]
     print(json.dumps({**document, "threads": options.threads, "load": load, "machine": machine()}))
+
+
+def console_of(*, stderr: bool = False) -> Console:
+    """A console whose tables are whole: a file has no width, and cells cut short say nothing."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=180)
 
 
 def fill(table: Table, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.benchmarks.cold import COLD_FRAC
+from kvtier.benchmarks.command import console_of
 from kvtier.benchmarks.fio import ENGINES, fio_rate, fio_version
 from kvtier.benchmarks.machine import machine
 from kvtier.benchmarks.models import load_model
@@ -179,9 +180,7 @@ def main() -> None:
             f"{row['checksum_s'] * 1e6:.0f} us, {row['checksum_frac']:.0%}",
             f"{row['disk_frac']:.0%}" + ("" if row["is_valid"] else " INVALID"),
         )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)  # a file has no width, and cells cut short say nothing
+    console = console_of()
     console.print(table)
     console.print(f"auto takes {auto.mode.value}: {auto.reason}. Marked <: below its target.", highlight=False)
     console.print(
