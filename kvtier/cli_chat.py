@@ -92,6 +92,9 @@ def chat(
             _Talk(tiered, talk, salt, interrupts).run(loaded.name)
 
 
+_ALONE = frozenset({"/help", "/quit", "/exit", "/history", "/reset", "/sessions", "/stats"})
+
+
 class _Talk:
     """The loop."""
 
@@ -130,6 +133,7 @@ class _Talk:
                 line = sys.stdin.readline()
                 if not line:
                     return None
+                line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text
                 _say(f"> {line.rstrip()}")  # a transcript of what was piped in reads like one that was typed
                 return line
             except EOFError:
@@ -160,7 +164,9 @@ class _Talk:
         _say(told(turn))
 
     def _command(self, name: str, rest: str) -> None:
-        if name == "/help":
+        if rest.strip() and name in _ALONE:
+            _say(f"{name} stands alone in its line; nothing was done")
+        elif name == "/help":
             _say(HELP)
         elif name == "/file":
             self._take_file(rest.strip())
@@ -168,7 +174,7 @@ class _Talk:
             _say(self._chat.history() or "nothing yet")
         elif name == "/reset":
             self._chat.reset()
-            _say("the conversation was deleted")
+            _say(f"the conversation {self._chat.name} was deleted")
         elif name == "/sessions":
             for info in self._tiered.sessions(salt=self._salt):
                 _say(f"  {info.name}: {counted(info.tokens, 'token')}, used {info.age_s:.0f} s ago")
@@ -179,6 +185,8 @@ class _Talk:
             _say(f"{name} is not known; /help lists what is")
 
     def _take_file(self, path: str) -> None:
+        if not path:
+            raise ConfigError("/file: give the path of a text file behind it")
         try:
             with open(os.path.expanduser(path), encoding="utf-8", errors="replace") as file:
                 text = file.read(_MAX_FILE_BYTES)

@@ -90,6 +90,8 @@ class Keeper:
             if not placement.is_labelled(block):
                 if not placement.takes(Tier.NVME) or not self._bring_up(block):
                     break
+                if makes_room and not placement.pools[Tier.NVME].num_free:  # not in place of one of theirs
+                    placement.hold_kept([each for each in blocks if placement.is_labelled(each)])
                 if not self._start(block, tails.get(block, record.sealed), makes_room):
                     break
             todo.popleft()

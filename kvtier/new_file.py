@@ -136,7 +136,8 @@ class NewFile:
         if not stat.S_ISREG(mode):
             raise ArchiveError(f"{self.path} is there and no regular file. Mend: give another path")
         if not self._overwrite:
-            raise ArchiveError(f"{self.path} is there already. Mend: give another path, or overwrite=True")
+            mend = "give another path, or overwrite=True (--overwrite)"
+            raise ArchiveError(f"{self.path} is there already. Mend: {mend}")
 
     def _create_locked(self) -> bool:
         """One try. False: a writer that looks for leftovers found the file before it was locked, and removes it."""

@@ -183,11 +183,13 @@ class Placement(Mover):
             done += len(leaves)
         return done
 
-    def evict_below(self, tier: Tier, most: int) -> None:
+    def evict_below(self, tier: Tier, most: int, *, idle_only: bool = False) -> None:
         """Where every tier below is full, give up cached blocks of the slowest, so that demotion need not wait later.
 
-        Up to `most` of its slots are then free.
+        Up to `most` of its slots are then free, for as many blocks of `tier` as may leave it. Arguments: as `give_up`.
         """
+        views = [Evictable(self, tier, running) for running in ((False,) if idle_only else (False, True))]
+        most = sum(len(self._victims(tier, most, view)) for view in views)
         below = [other for other in self.pools if other > tier and self.takes(other, early=True)]
         if below and not any(self.pools[other].num_free or self._leaving[other] for other in below):
             self.evict_cached(max(below), most)

@@ -160,6 +160,7 @@ class Reuse:
         manager = runtime.manager
         back = match.blocks[cut.cut :]
         with runtime.turn:
+            origin = batch.origin
             waiting = manager.new_batch()
             manager.attach(waiting, [Beginning(0, token_ids[: len(match.blocks) * each], match.blocks)],
                            len(match.blocks) * each)  # fmt: skip
@@ -168,7 +169,8 @@ class Reuse:
         try:
             self._compute(token_ids[cut.first * each : cut.cut * each])
             with runtime.turn:
-                if batch.length == cut.cut * each:
+                # Another thread may have changed the model before the front was computed: then that is the new one's.
+                if batch.length == cut.cut * each and batch.origin is origin and self._state.has_current_weights():
                     last = len(match.blocks) * each
                     manager.extend(batch, token_ids[cut.cut * each : last], back)
                     manager.truncate(batch, min(last, len(token_ids) - 1))

@@ -188,8 +188,8 @@ class SessionKeeper:
             block, placement = blocks[num_kept], runtime.placement
             if placement.label_of(tails.get(block, residency[block].sealed)) is not None:
                 logger.warning(
-                    "session %r: %d of %d blocks are kept for a restart, the others cannot be written now",
-                    record.name, num_kept, len(blocks),
+                    "session %r: %d of %d blocks are kept for a restart; the rest cannot be written now, and is tried "
+                    "again at its next turn and at close(): %s", record.name, num_kept, len(blocks), self._why_short(),
                 )  # fmt: skip
         if before is not None:
             self._erase_old(before)
@@ -197,6 +197,14 @@ class SessionKeeper:
                 now = {label.identity for label in record.labels()}
                 self.free([label for label in before.labels() if label.identity not in now])
         return record
+
+    def _why_short(self) -> str:
+        placement = self._runtime.placement
+        if not placement.takes(Tier.NVME):
+            return "the nvme tier takes none for now (see stats()['tiers']['nvme']['state'])"
+        if not placement.pools[Tier.NVME].num_free:
+            return "other conversations fill the nvme tier: raise tiers.nvme.budget, or delete sessions"
+        return "salt_quota is used up, or a write failed"
 
     def _zero_behind(self, table: BlockTable) -> None:
         """What lies behind a tail's tokens is another conversation's, which may since have been deleted."""

@@ -62,6 +62,9 @@ class _Entry:
     """What a `delete` that failed has let go of."""
 
 
+_Entries = list[_Entry]  # in `Sessions`, `list` is a method
+
+
 class Sessions:
     """The conversations of one wrapper, by name and salt."""
 
@@ -246,8 +249,8 @@ class Sessions:
             self.keeper.free(before.labels())
         self._repin(entry)
 
-    def _save(self, entry: _Entry, tail: Sealed | None = None) -> None:
-        """With the turn held. What is kept of the conversation is what it is now."""
+    def _save(self, entry: _Entry, tail: Sealed | None = None) -> bool:
+        """With the turn held. What is kept of the conversation is what it is now; whether its record is."""
         assert entry.cache is not None  # it was just used
         kv = None if self.runtime.group.num_untiered else self.layout
         saved = self.keeper.save(entry.cache, replace(entry.about, kv=kv), tail)
@@ -255,16 +258,32 @@ class Sessions:
             entry.about = saved
         entry.sequences.add(entry.cache.state.batch.tables[0].sequence)
         self._repin(entry)
+        return saved is not None
 
     def _save_rest(self) -> None:
-        """What could not be proven in time, or written, is kept now if it can be. With the turn held, at the end."""
-        entries = [entry for key in self.keeper.behind if (entry := self._entries.get(key)) is not None]
-        tails = [None if entry.cache is None else self.keeper.seal(entry.cache) for entry in entries]
-        if self.runtime.labels is not None and entries:
+        """What could not be proven in time, or written, is kept now if it can be. With the turn held, at the end.
+
+        The latest used first: those used before it let go of theirs where there is no room.
+        """
+        latest = sorted(self._entries, key=lambda key: self._entries[key].about.used_s, reverse=True)
+        behind = [key for key in latest if key in self.keeper.behind and self._entries[key].cache is not None]
+        tails = {key: self.keeper.seal(cache) for key in behind if (cache := self._entries[key].cache) is not None}
+        if self.runtime.labels is not None and behind:
             self.runtime.labels.prove()  # once for all of them
-        for entry, tail in zip(entries, tails, strict=True):
-            if entry.cache is not None:
-                self._save(entry, tail)
+        for key in behind:
+            older = [self._entries[each] for each in latest[latest.index(key) + 1 :]]
+            is_saved = self._save(self._entries[key], tails[key])
+            while is_saved and key in self.keeper.behind and self._let_go(older):
+                is_saved = self._save(self._entries[key], tails[key])
+
+    def _let_go(self, older: _Entries) -> bool:
+        """The last of these conversations with blocks that may go lets go of them; whether there was one."""
+        while older:
+            entry = older.pop()
+            if entry.cache is not None and entry.cache.state.batch.length and not entry.about.is_pinned:
+                self.runtime.manager.truncate(entry.cache.state.batch, 0)
+                return True
+        return False
 
     def _repin(self, entry: _Entry) -> None:
         """What stays of a pinned conversation is what it is now; other pinned ones may have the rest."""

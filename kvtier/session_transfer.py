@@ -181,7 +181,8 @@ class _Import:
     def _check_free(self) -> None:
         if self._sessions.exists(self._key) and not self._overwrite:
             raise SessionExistsError(
-                f"import_session: there is a session {self._name!r} already: give another name=, or overwrite=True"
+                f"import_session: there is a session {self._name!r} already: give another name=, or overwrite=True "
+                "(--overwrite)"
             )
 
     def add(self, data: memoryview) -> None:

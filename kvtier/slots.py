@@ -18,6 +18,9 @@ class SlotPool:
     Cost: O(log free) a slot.
     """
 
+    MAX_LOOKED_AT = 512
+    """Free slots among which `take_near` looks for a run: among those of a large pool that are enough."""
+
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._ceiling = num_slots
@@ -77,8 +80,8 @@ class SlotPool:
     def take_near(self, before: Slot | None, num_slots: int) -> Slot | None:
         """Hand out the slot behind `before`, or where that is not to be had, one from which on `num_slots` are free.
 
-        Of several such runs the shortest, else the longest there is; where slots are held back, the lowest slot. None:
-        no slot is free. O(free log free) slots.
+        Of several such runs the shortest, else the longest, as far as is looked; where slots are held back, the lowest
+        slot. None: no slot is free. O(1): some hundreds of free slots are looked at.
         """
         if self._held:
             return self.take()
@@ -90,7 +93,7 @@ class SlotPool:
     def _start_of_run(self, num_slots: int) -> Slot | None:
         """Among slots that were given back, and those that never were handed out, which are one run, the last."""
         runs: list[tuple[int, int]] = []  # length, first slot
-        for slot in sorted(self._free):
+        for slot in sorted(self._free.intersection(self._heap[: self.MAX_LOOKED_AT])):
             if runs and slot == sum(runs[-1]):
                 runs[-1] = runs[-1][0] + 1, runs[-1][1]
             else:

@@ -55,7 +55,7 @@ class Upkeep:
         if surplus > 0:
             done = placement.give_up(tier, surplus, idle_only=is_ahead, early=True)
             if done < surplus:
-                placement.evict_below(tier, surplus - done)
+                placement.evict_below(tier, surplus - done, idle_only=is_ahead)
 
     def _copy_down(self) -> None:
         """Write-behind: sealed blocks go to the cpu tier while it has room below its low watermark."""

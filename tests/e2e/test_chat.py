@@ -202,9 +202,17 @@ def test_two_runs_of_the_command(typed: Any, tmp_path: Path) -> None:
     assert "kvtier: /file nowhere: No such file" in out and "Ctrl-D" in out
     assert "\x1b" not in out and "\\x1b[31m" in out, "a terminal obeys nothing of what was said"
 
-    assert "the conversation was deleted" in typed("/reset")
+    assert "the conversation alice was deleted" in typed("/reset")
     assert "session alice: new" in typed()
     assert "session alice: new" in typed("Hello!", options=("--salt", "secret"))
+
+
+def test_lines_that_are_no_text_or_say_too_much_lose_nothing(typed: Any) -> None:
+    """A byte that is not UTF-8 ended the program with a traceback, and `/reset now` deleted the conversation."""
+    out = typed("Hello \udcff!", "/reset now", "/quit now", "/file", "And then?", "/reset")
+    assert "> Hello \ufffd!" in out and out.count(", 4 tokens in ") == 2
+    assert "/reset stands alone" in out and "/quit stands alone" in out and "kvtier: /file: give the path" in out
+    assert "the conversation alice was deleted" in out
 
 
 @pytest.mark.usefixtures("ctrl_c_raises")

@@ -12,6 +12,7 @@ import torch
 
 from kvtier import TieredKV
 from kvtier.errors import UnsupportedError
+from kvtier.generate import _Call
 from tests.e2e.families import BLOCK, FAMILIES, GREEDY, assert_same, small_config, tiny, tiny_from, tokens
 
 
@@ -359,6 +360,33 @@ def test_an_error_while_the_front_is_computed_leaves_nothing_waiting(
         tiered.check_integrity()
         assert tiered.stats()["sequences"] == 0
         ask(tiered, tokens(300))
+
+
+def test_a_model_that_changes_while_the_front_is_computed_gets_no_old_back(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found wrong: the front was the new model's, and the old one's blocks were attached behind it."""
+    model = tiny_from(FAMILIES["llama"][0], **FAMILIES["llama"][1])
+    ids = tokens(300)
+    with TieredKV(model, config(model, tmp_path)) as tiered:
+        ask(tiered, ids)
+    with TieredKV(model, config(model, tmp_path)) as tiered:
+        monkeypatch.setattr(tiered._runtime, "load_s", lambda: 1.0)
+        monkeypatch.setattr(tiered._runtime, "compute_s", lambda: 1.0)
+        original, num_fronts = _Call._compute, []
+
+        def changed(self: _Call, token_ids: list[int]) -> None:  # as by another thread, between the look and the step
+            num_fronts.append(len(token_ids))
+            with torch.no_grad():
+                model.model.layers[1].self_attn.k_proj.weight.mul_(1.5)
+            original(self, token_ids)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_Call, "_compute", changed)
+            assert ask(tiered, ids)[1] == 300 + NEW and num_fronts
+        for _ in range(2):
+            ask(tiered, ids)
+        assert reused(tiered) > 0
 
 
 @pytest.mark.parametrize("how", ["fused SGD", "fused AdamW", "data", "numpy"])

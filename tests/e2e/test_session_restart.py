@@ -404,3 +404,24 @@ def test_a_conversation_whose_blocks_are_gone_keeps_its_words(model: Any, tmp_pa
         assert tiered.session("alice").token_ids == chat.token_ids
         ids = talk(tiered, chat, ids, 20, 1, ids.shape[1] + 20)
         assert chat.token_ids == chat.cache.token_ids == ids[0, :-1].tolist()
+
+
+def test_where_files_have_less_room_the_session_used_last_is_kept_whole(model: Any, tmp_path: Path) -> None:
+    """Found wrong: conversations that were not used for longest kept all room, the latest one found nothing, and what
+    was written of one took the slots of what had just been written of it."""
+    values = keeping(model, tmp_path, cpu_blocks=0, gpu_slots=40, nvme=96 * 12 * 1024)
+    names = [f"user {number}" for number in range(5)]
+    with TieredKV(model, values) as tiered:
+        num_slots = tiered.stats()["tiers"]["nvme"]["num_slots"]
+        num_tokens = BLOCK * (num_slots // 4) + 5
+        for number, name in enumerate(names):
+            tiered.session(name).generate(tokens(num_tokens, number), **GREEDY)
+            if number == 1:
+                tiered.session(name).pin()
+    with TieredKV(model, values) as tiered:
+        held = {info.name: info.bytes_per_tier["nvme"] for info in tiered.sessions()}
+        assert held["user 4"] == held["user 3"] <= held["user 1"] and held["user 4"] > held["user 0"], held
+        before = tiered.stats()["tokens"]
+        ids = tiered.session("user 4").token_ids
+        tiered.session("user 4").generate(torch.cat([torch.tensor([ids]), tokens(3, 99)], dim=1), **GREEDY)
+        assert tiered.stats()["tokens"] - before == 3 + GREEDY["max_new_tokens"] - 1
