@@ -368,10 +368,11 @@ def test_a_delete_that_failed_is_finished_by_the_next(
 def test_delete_while_another_thread_generates_is_refused_or_waits(model: Any, tmp_path: Path) -> None:
     with TieredKV(model, keeping(model, tmp_path)) as tiered:
         ended, wrong = [], []
+        refused = deleted = 0
         expected = model.generate(tokens(60), attention_mask=torch.ones(1, 60), **GREEDY).sequences
 
         def work() -> None:
-            for _ in range(10):
+            for _ in range(1000):  # on a busy machine most of them are deleted before they have begun
                 try:
                     out = tiered.session("x").generate(tokens(60), **GREEDY)
                     ended.append(torch.equal(out.sequences, expected))
@@ -379,10 +380,12 @@ def test_delete_while_another_thread_generates_is_refused_or_waits(model: Any, t
                     pass
                 except BaseException as error:  # whatever it is, it is looked at later
                     wrong.append(error)
+                time.sleep(0.01)  # nobody generates meanwhile
+                if wrong or (len(ended) >= 10 and refused and deleted):
+                    return
 
         thread = threading.Thread(target=work)
         thread.start()
-        refused = deleted = 0
         while thread.is_alive():
             try:
                 tiered.session("x").delete()
@@ -390,6 +393,7 @@ def test_delete_while_another_thread_generates_is_refused_or_waits(model: Any, t
             except UnsupportedError as error:
                 assert "another thread" in str(error)
                 refused += 1
+            time.sleep(0.003)
         thread.join()
         assert not wrong and all(ended) and ended and refused and deleted
         tiered.session("x").delete()
