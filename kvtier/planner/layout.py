@@ -23,6 +23,7 @@ from kvtier.stores.slot_format import Geometry
 from kvtier.stores.space_limits import SpaceLimits, expected_frac
 from kvtier.types import AttentionMode, BlockShape, Tier
 
+_LENGTH_BYTES = 8  # transformers keeps each window's length in a tensor
 _SEGMENT_BYTES = 1 << 30  # as NvmeStore cuts its files
 
 
@@ -245,7 +246,7 @@ def _limits(layout: Layout, budgets: dict[Tier, int], rates: Rates | None) -> It
 def _window_limit(layout: Layout, gpu: GpuBudget) -> Limit:
     """Windows of all users, and of the one that prefills what its last chunk leaves behind."""
     card, context = layout.card, layout.context_tokens
-    each = card.window_bytes(context)
+    each = card.window_bytes(context) + card.num_window * _LENGTH_BYTES
     chunk = min(layout.config.prefill_chunk, card.window_tokens, max(0, context - card.window_tokens))
     more = card.num_window * chunk * card.layer_token_bytes
     max_users = max(0, gpu.untiered_bytes - more) // each

@@ -99,9 +99,10 @@ class Rates:
     def _compute(self, what: str, dtype: str, num_threads: int | None) -> float | None:
         if self.device == "cuda":
             return self.rows.get(("gpu 0", f"{what}, {dtype}"))
-        threads = "all threads" if num_threads is None or num_threads >= self.cores else "one thread"
-        if threads == "one thread" and num_threads != 1:
+        num_threads = min(num_threads or self.cores, self.cores)
+        if num_threads not in (1, self.cores):
             return None  # between the two: the doctor did not measure it, and neither would be right
+        threads = "one thread" if num_threads == 1 else "all threads"
         return self.rows.get(("processor", f"{what}, {dtype}, {threads}"))
 
 

@@ -40,7 +40,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One count of users. The bounds are None without rates."""
+    """One count of users. The bounds are None without rates, and beyond a limit, where nobody can tell."""
 
     users: int
     limit: Limit | None
@@ -86,16 +86,14 @@ class Plan:
         counts = {most, *(1 << power for power in range(most.bit_length()))}
         for last in (layout.max_users, layout.max_users_without):
             counts |= {last, last + 1}
-        return [
-            Row(
-                users,
-                self.limit_at(users),
-                None if rates is None else decode_round(layout, rates, users, threads),
-                None if rates is None else first_token(layout, rates, users, threads),
-            )
-            for users in sorted(counts)
-            if 1 <= users <= most
-        ]
+        rows = []
+        for users in sorted(count for count in counts if 1 <= count <= most):
+            limit = self.limit_at(users)
+            bounds: tuple[Bound | None, Bound | None] = None, None
+            if rates is not None and limit is None:
+                bounds = decode_round(layout, rates, users, threads), first_token(layout, rates, users, threads)
+            rows.append(Row(users, limit, *bounds))
+        return rows
 
     def document(self) -> dict[str, Any]:
         """As docs/plan.md describes it, field by field; plain values only."""
@@ -236,6 +234,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"bytes and places only: tokens/s need this machine's rates. {HOW}"
         return
     row = plan.rows[-1]
+    if row.limit is not None:
+        yield f"no prediction for {row.users:,} users: they are beyond a limit"
     for what, bound in (("decode", row.decode), ("the first token", row.first_token)):
         if bound is not None and bound.unmeasured:
             missing = ", ".join(bound.unmeasured)

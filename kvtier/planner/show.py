@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.table import Table
@@ -33,6 +34,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
         f"{layout.blocks_per_user:,} a user"
     )
     yield _tiers(plan)
+    yield Text(_gpu_parts(plan))
     yield _users(plan)
     without, kept = layout.max_users_without + 1, layout.max_users + 1
     tightest = layout.limits[0]
@@ -40,7 +42,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
         f"first count that fails without kvtier: {without:,} (weights and all KV in {decimal(layout.device_bytes)})"
     )
     yield Text(printable(f"first count that fails with kvtier: {kept:,} ({tightest.name}: {tightest.words})"))
-    if plan.rates is not None:
+    if plan.rates is not None and plan.first_break is None:
         yield _predictions(plan)
     for note in plan.notes:
         yield Text(printable(f"note: {note}"))
@@ -52,7 +54,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
 def _tiers(plan: Plan) -> Table:
     layout = plan.layout
     placed = layout.place(plan.wishes.users)
-    table = Table(title=printable(f"Tiers of {plan.wishes.config}, {plan.wishes.users:,} users"), title_justify="left")
+    table = _table(printable(f"Tiers of {plan.wishes.config}, {plan.wishes.users:,} users"))
     for name in ("tier", "budget", "blocks", "used", "KV there"):
         table.add_column(name, justify="left" if name == "tier" else "right")
     for room in layout.rooms:
@@ -66,27 +68,31 @@ def _tiers(plan: Plan) -> Table:
         )
     if placed.missing:
         table.add_row("none", "", "", f"{placed.missing:,}", decimal(placed.missing * layout.shape.block_bytes))
-    gpu = layout.gpu
-    if gpu is not None:
-        parts = {
-            f"ring of {gpu.ring_slices} slices": gpu.ring_slices * gpu.slice_bytes,
-            f"scratch for chunks of {gpu.max_chunk} tokens": gpu.scratch_bytes,
-            "gathered layer": gpu.gather_bytes,
-            "layers that are not tiered": gpu.untiered_bytes,
-        }
-        words = ", ".join(f"{name} {decimal(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
-        table.caption, table.caption_justify = f"of the gpu budget: {words}", "left"
     return table
+
+
+def _gpu_parts(plan: Plan) -> str:
+    gpu = plan.layout.gpu
+    if gpu is None:
+        return "the gpu budget is below its minimum\n"
+    parts = {
+        f"ring of {gpu.ring_slices} slices": gpu.ring_slices * gpu.slice_bytes,
+        f"scratch for chunks of {gpu.max_chunk} tokens": gpu.scratch_bytes,
+        "gathered layer": gpu.gather_bytes,
+        "layers that are not tiered": gpu.untiered_bytes,
+    }
+    words = ", ".join(f"{name} {decimal(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+    return f"of the gpu budget: {words}\n"
 
 
 def _users(plan: Plan) -> Table:
     layout = plan.layout
-    table = Table(title="Users", title_justify="left")
-    heads = ["users", "weights", "KV", "free without", "without", "with kvtier"]
+    table = _table("Users")
+    heads = ["users", "weights", "KV", "free\nwithout", "with\nkvtier"]
     if plan.rates is not None:
-        heads += ["tokens/s*", "a user*", "first token*"]
+        heads += ["tokens\n/s*", "/s of\na user*", "first\ntoken*"]
     for head in heads:
-        table.add_column(head, justify="left" if head.startswith("with") else "right")
+        table.add_column(head, justify="right", no_wrap=True)
     for row in plan.rows:
         free = plan.free_without(row.users)
         cells = [
@@ -94,14 +100,14 @@ def _users(plan: Plan) -> Table:
             decimal(layout.card.weights_bytes),
             decimal(row.users * layout.card.kv_bytes(layout.context_tokens)),
             decimal(free) if free >= 0 else f"-{decimal(-free)}",
-            "fits" if free >= 0 else "fails",
-            "fits" if row.limit is None else f"fails: {row.limit.name}",
+            "fits" if row.limit is None else "fails",
         ]
         if plan.rates is not None:
             cells += _figures(row.decode, row.first_token, row.users)
         table.add_row(*cells)
+    table.caption = "free without: what the device has beside weights and all KV, without kvtier; below 0 it fails"
     if plan.rates is not None:
-        table.caption, table.caption_justify = "*: predictions", "left"
+        table.caption += "\n*: predictions"
     return table
 
 
@@ -114,32 +120,30 @@ def _figures(decode: Bound | None, first: Bound | None, users: int) -> list[str]
 
 def _predictions(plan: Plan) -> Table:
     users, row = plan.wishes.users, plan.rows[-1]
-    at_once = rows_at_once(plan.layout, users)
-    table = Table(title=f"Predicted for {users:,} users: nothing here was run", title_justify="left")
+    table = _table(f"Predicted for {users:,} users: nothing here was run")
     for name in ("what", "edge", "to do", "rate", "time"):
-        table.add_column(name, justify="left" if name in ("what", "edge") else "right")
-    for what, bound in (("a token for each", row.decode), ("first token of one", row.first_token)):
+        table.add_column(name, justify="left" if name in ("what", "edge") else "right", no_wrap=True)
+    for what, bound in (("decode", row.decode), ("1st token", row.first_token)):
         if bound is None:
             continue
         for edge in bound.edges:
             counts = edge.name == "compute"
             table.add_row(
                 what,
-                edge.name + " (binds)" * (edge.name == bound.binding),
-                f"{edge.amount / 1e12:,.3g} TFLOP" if counts else decimal(int(edge.amount)),
-                _rate(edge.per_s, counts),
-                "–" if edge.seconds is None else f"{edge.seconds * 1e3:,.4g} ms",
+                edge.name + ": binds" * (edge.name == bound.binding),
+                f"{edge.amount / 1e9:,.4g} GFLOP" if counts else decimal(int(edge.amount)),
+                "not measured" if edge.per_s is None else f"{edge.per_s / 1e9:,.4g} {'GFLOP/s' if counts else 'GB/s'}",
+                "–" if edge.seconds is None else f"{edge.seconds * 1e3:,.1f} ms",
             )
             what = ""
         table.add_section()
-    table.caption, table.caption_justify = (
-        f"decode: {at_once:,} users a step; {plan.rates.source if plan.rates else ''}",
-        "left",
+    source = printable(plan.rates.source) if plan.rates is not None else ""
+    table.caption = (
+        f"decode: a token for each user, {rows_at_once(plan.layout, users):,} a step; 1st token: of one user, of "
+        f"whose context nothing is found\nrates: {source}"
     )
     return table
 
 
-def _rate(per_s: float | None, counts: bool) -> str:
-    if per_s is None:
-        return "not measured"
-    return f"{per_s / 1e12:,.3g} TFLOP/s" if counts else f"{per_s / 1e9:,.3g} GB/s"
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE, pad_edge=False)
