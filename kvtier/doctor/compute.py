@@ -5,6 +5,7 @@ On CUDA devices: written for them; not yet run on a GPU.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CPU_BYTES, _CUDA_BYTES = 64 << 20, 256 << 20  # of the matrix that a vector meets: beyond what is cached
 _CPU_SIDE, _CUDA_SIDE = 512, 4096  # of the two matrices
 _COLUMNS = 4096
+_CALLS_MIN = 3
+_SLOW_S = 0.2  # a processor without instructions for the dtype: once is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ def _rates(counts: tuple[int, ...], num_devices: int, each_s: float, watch: Watc
 
 def _measure(device: torch.device, num_threads: int, dtype: torch.dtype, each_s: float, watch: Watch) -> ComputeRate:
     on_cuda = device.type == "cuda"
+    slow_s = math.inf if on_cuda else _SLOW_S  # a device's first call may take half a second
 
     def settle() -> None:
         if on_cuda:
@@ -79,12 +83,12 @@ def _measure(device: torch.device, num_threads: int, dtype: torch.dtype, each_s:
             raise MemoryError("too little memory is free for 64 MiB")
         matrix = torch.ones(wanted // dtype.itemsize // _COLUMNS, _COLUMNS, dtype=dtype, device=device)
         column = torch.ones(_COLUMNS, 1, dtype=dtype, device=device)
-        return matrix.nbytes / _median_s(lambda: matrix @ column, settle, each_s)
+        return matrix.nbytes / _median_s(lambda: matrix @ column, settle, each_s, slow_s)
 
     def square() -> float:
         side = _CUDA_SIDE if on_cuda else _CPU_SIDE
         matrix = torch.ones(side, side, dtype=dtype, device=device)
-        return 2 * side**3 / _median_s(lambda: matrix @ matrix, settle, each_s)
+        return 2 * side**3 / _median_s(lambda: matrix @ matrix, settle, each_s, slow_s)
 
     found: list[float | NotMeasured] = []
     for call in (vector, square):
@@ -94,15 +98,18 @@ def _measure(device: torch.device, num_threads: int, dtype: torch.dtype, each_s:
     return ComputeRate(device.index if on_cuda else None, num_threads, name, found[0], found[1])
 
 
-def _median_s(call: Callable[[], object], settle: Callable[[], None], most_s: float) -> float:
-    """Median seconds of a call, for about `most_s`; the first, which loads kernels, does not count."""
+def _median_s(call: Callable[[], object], settle: Callable[[], None], most_s: float, slow_s: float) -> float:
+    """Median seconds of a call, for about `most_s`.
+
+    The first loads kernels and does not count, unless it took more than `slow_s`: then it is the only one.
+    """
     times: list[float] = []
-    call()
-    settle()
     until_s = time.perf_counter() + most_s
-    while not times or time.perf_counter() < until_s:
+    while len(times) <= _CALLS_MIN or time.perf_counter() < until_s:
         started_s = time.perf_counter()
         call()
         settle()
         times.append(time.perf_counter() - started_s)
-    return statistics.median(times)
+        if times[0] > slow_s:
+            return times[0]
+    return statistics.median(times[1:])
