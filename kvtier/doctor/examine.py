@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtier.config import KVTierConfig, read_config
 from kvtier.doctor.answer import NotMeasured, attempt
+from kvtier.doctor.compute import measure_compute
 from kvtier.doctor.disk import FULL, QUICK, measure_disk
 from kvtier.doctor.facts import Facts, Place
 from kvtier.doctor.gpu import measure_gpus
@@ -65,7 +66,8 @@ def examine(wishes: Wishes, watch: Watch) -> Report:
     disk = measure_disk(place.measured_in, QUICK if quick else FULL, watch)
     host = measure_host(_HOST_QUICK_S if quick else _HOST_S, watch)
     gpus = measure_gpus(_COPY_QUICK_S if quick else _COPY_S, watch)
-    facts = Facts(place, limits, disk, host, gpus)
+    compute = measure_compute(_COPY_QUICK_S if quick else _COPY_S, watch)
+    facts = Facts(place, limits, disk, host, gpus, compute)
     nvme = None if config is None else config.tiers.nvme
     proposal = propose(facts, path, nvme.max_writes if nvme is not None else None)
     found = [] if config is None else problems(config, facts)

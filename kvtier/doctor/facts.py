@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.doctor.answer import NotMeasured
+from kvtier.doctor.compute import ComputeRate
 from kvtier.doctor.disk_rates import DEPTHS, Access, DiskSpeed
 from kvtier.doctor.gpu import Gpu
 from kvtier.doctor.host import HostSpeed
@@ -52,6 +53,7 @@ class Facts:
     disk: DiskSpeed
     host: HostSpeed
     gpus: tuple[Gpu, ...] | NotMeasured
+    compute: tuple[ComputeRate, ...] = ()
 
     @property
     def cuda(self) -> tuple[Gpu, ...]:

@@ -18,6 +18,7 @@ class Unit(enum.StrEnum):
     BYTES = "bytes"
     BYTES_PER_S = "bytes_per_s"
     TOKENS_PER_S = "tokens_per_s"
+    FLOP_PER_S = "flop_per_s"
     FRACTION = "fraction"
     COUNT = "count"
     TEXT = "text"
@@ -99,6 +100,7 @@ def _gpus(facts: Facts) -> Iterator[Row]:
             kind = "pinned" if copy.is_pinned else "pageable"
             name = f"{way}, {kind}, {copy.piece_bytes >> 20} MiB"
             yield Row(section, name, copy.bytes_per_s, Unit.BYTES_PER_S)
+        yield from _compute(facts, section, gpu.index)
 
 
 def _host(facts: Facts) -> Iterator[Row]:
@@ -116,6 +118,18 @@ def _host(facts: Facts) -> Iterator[Row]:
     yield Row("processor", "zstd-1 compress, one core", host.compress, Unit.BYTES_PER_S, "raw bytes of bf16 noise")
     yield Row("processor", "zstd-1 decompress, one core", host.decompress, Unit.BYTES_PER_S, "bytes that come out")
     yield Row("processor", "zstd-1 leaves", host.compressed_frac, Unit.FRACTION, "of those bytes, planes not split")
+    yield from _compute(facts, "processor", None)
+
+
+def _compute(facts: Facts, section: str, device: int | None) -> Iterator[Row]:
+    """What `kvtier plan` reads: planner/rates.py knows these names."""
+    for rate in facts.compute:
+        if rate.device != device:
+            continue
+        threads = "" if device is not None else ", one thread" if rate.num_threads == 1 else ", all threads"
+        name = f"{rate.dtype}{threads}"
+        yield Row(section, f"matrix x vector, {name}", rate.read_bytes_per_s, Unit.BYTES_PER_S, "as decoding reads")
+        yield Row(section, f"matrix x matrix, {name}", rate.flop_per_s, Unit.FLOP_PER_S, "as prefill computes")
 
 
 def _yes(answer: bool | NotMeasured) -> str | NotMeasured:

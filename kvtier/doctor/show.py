@@ -101,6 +101,8 @@ def _words(value: float, unit: Unit) -> str:
             return gigabytes(value)
         case Unit.TOKENS_PER_S:
             return f"{value:,.0f} tokens/s"
+        case Unit.FLOP_PER_S:
+            return f"{value / 1e9:,.0f} GFLOP/s"
         case Unit.FRACTION:
             return f"{value:.2f}"
     return f"{value:,}"

@@ -1,0 +1,47 @@
+"""Models, configs and a machine to plan with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvtier.config import KVTierConfig, load_config
+from kvtier.planner.card import ModelCard
+from kvtier.planner.layout import Layout, lay_out
+from kvtier.planner.model_config import DTYPES
+from kvtier.planner.models import find_card
+from kvtier.planner.rates import DiskRow, Rates
+
+
+def config(**tiers: Any) -> KVTierConfig:
+    return load_config({"tiers": {name: {"budget": budget} for name, budget in tiers.items()}})
+
+
+def card(name: str = "Llama-3.1-8B", **changes: Any) -> ModelCard:
+    return dataclasses.replace(find_card(name)[0], **changes)
+
+
+def a_machine(*, cuda: bool = True, **rows: float) -> Rates:
+    """Easy to reckon with: 100 GB/s and 10 TFLOP/s on the device, 20 GB/s to it, 2 GB/s from the disk, 1 to it."""
+    found = {
+        ("memory", "may be used"): 256e9, ("disk", "free"): 4e12, ("processor", "cores"): 8.0,
+        ("processor", "xxh3, one core"): 10e9, ("processor", "zstd-1 decompress, one core"): 1e9,
+    }  # fmt: skip
+    place, threads = ("gpu 0", "") if cuda else ("processor", ", all threads")
+    for dtype in DTYPES:
+        found[place, f"matrix x vector, {dtype}{threads}"] = 100e9
+        found[place, f"matrix x matrix, {dtype}{threads}"] = 10e12
+    if cuda:
+        found |= {("gpu 0", "memory"): 80e9, ("gpu 0", "free"): 78e9}
+        found |= {("gpu 0", f"{way}, pinned, 64 MiB"): 20e9 for way in ("host to device", "device to host")}
+    found |= {("memory", "may be used"): rows["host"]} if "host" in rows else {}
+    disk = tuple(
+        DiskRow(io, access, 384 << 10, 32, rate / (2 if access == "write" else 1))
+        for io, rate in (("direct", 2e9), ("mmap", 1e9))
+        for access in ("read", "write")
+    )
+    return Rates("a test", found, disk)
+
+
+def layout(model: ModelCard | None = None, context: int = 32768, rates: Rates | None = None, **tiers: Any) -> Layout:
+    return lay_out(model or card(), config(**(tiers or {"gpu": "4GiB", "cpu": "32GiB"})), context, rates)
