@@ -198,6 +198,15 @@ class SessionKeeper:
                 self.free([label for label in before.labels() if label.identity not in now])
         return record
 
+    def lacks_room(self, key: bytes, cache: TieredCache) -> bool:
+        """Whether the rest of a conversation could be written if others had less of the nvme tier."""
+        placement = self._runtime.placement
+        blocks = [placement.indexed(block) for block in cache.state.batch.tables[0].blocks]
+        missing = [placement.residency[block].sealed for block in blocks if not placement.is_labelled(block)]
+        is_full = placement.takes(Tier.NVME) and not placement.pools[Tier.NVME].num_free
+        # A full block whose label is not to be had (a quota, a model not proven) would not be written with room either.
+        return key in self._behind and is_full and all(s is None or placement.label_of(s) for s in missing)
+
     def _why_short(self) -> str:
         placement = self._runtime.placement
         if not placement.takes(Tier.NVME):

@@ -272,9 +272,13 @@ class Sessions:
             self.runtime.labels.prove()  # once for all of them
         for key in behind:
             older = [self._entries[each] for each in latest[latest.index(key) + 1 :]]
-            is_saved = self._save(self._entries[key], tails[key])
-            while is_saved and key in self.keeper.behind and self._let_go(older):
-                is_saved = self._save(self._entries[key], tails[key])
+            entry = self._entries[key]
+            is_saved = self._save(entry, tails[key])
+            while is_saved and self._lacks_room(key, entry) and self._let_go(older):
+                is_saved = self._save(entry, tails[key])
+
+    def _lacks_room(self, key: bytes, entry: _Entry) -> bool:
+        return entry.cache is not None and self.keeper.lacks_room(key, entry.cache)
 
     def _let_go(self, older: _Entries) -> bool:
         """The last of these conversations with blocks that may go lets go of them; whether there was one."""

@@ -425,3 +425,22 @@ def test_where_files_have_less_room_the_session_used_last_is_kept_whole(model: A
         ids = tiered.session("user 4").token_ids
         tiered.session("user 4").generate(torch.cat([torch.tensor([ids]), tokens(3, 99)], dim=1), **GREEDY)
         assert tiered.stats()["tokens"] - before == 3 + GREEDY["max_new_tokens"] - 1
+
+
+@pytest.mark.parametrize("why", ["takes nothing", "no label"])
+def test_nobody_lets_go_for_a_session_that_room_would_not_help(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    values = keeping(model, tmp_path, cpu_blocks=0, gpu_slots=40, nvme=96 * 12 * 1024)
+    with TieredKV(model, values) as tiered:
+        num_tokens = BLOCK * (tiered.stats()["tiers"]["nvme"]["num_slots"] // 4) + 5
+        for number in range(5):
+            tiered.session(f"user {number}").generate(tokens(num_tokens, number), **GREEDY)
+        placement, let_go = tiered._runtime.placement, list[Any]()
+        if why == "takes nothing":
+            monkeypatch.setattr(placement, "takes", lambda tier, early=False: False)
+        else:
+            monkeypatch.setattr(placement, "label_of", lambda sealed: None)
+        monkeypatch.setattr(tiered._runtime.manager, "truncate", lambda *of: let_go.append(of))
+        assert tiered._sessions.keeper.behind
+    assert not let_go
