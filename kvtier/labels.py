@@ -103,11 +103,11 @@ class Sealed:
 class Labels:
     """Gives labels to blocks of sequences whose KV a later process could compute again. One thread at a time.
 
-    Hashing again takes at most 1 s and 2 % of the time; a block that would need more goes without a label, which costs
+    Hashing again takes at most 1 s and 1 % of the time; a block that would need more goes without a label, which costs
     its recomputation after a restart.
     """
 
-    MAX_TIME_FRAC = 0.02
+    MAX_TIME_FRAC = 0.01
     BURST_S = 1.0
     _MAX_REMEMBERED = 16
     _MAX_ORIGINS = 4096
