@@ -8,16 +8,19 @@ stand for the marks of the model in this process instead of its hash. Pure: what
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvtier.identity import block_identity, canonical, digest
 from kvtier.log import logger
 from kvtier.types import SlotLabel
+from kvtier.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,10 @@ class Source(Protocol):
 
     def fingerprint(self) -> Fingerprint | None:
         """Hash the model as it is now; None if it has parts that cannot be hashed. Seconds a GB: a fraction of one."""
+        ...
+
+    def begin_fingerprint(self) -> Callable[[], Fingerprint | None]:
+        """The same, but for the tensors' bytes, which are read when the result is called, by any thread."""
         ...
 
     def structure(self) -> bytes | None:
@@ -100,20 +107,36 @@ class Sealed:
         return self.origin.is_stale and self.number >= self.origin.num_proven
 
 
+_Run = Callable[..., "Future[tuple[Fingerprint | None, float]]"]
+
+
 class Labels:
     """Gives labels to blocks of sequences whose KV a later process could compute again. One thread at a time.
 
     Hashing again takes at most 1 s and 1 % of the time; a block that would need more goes without a label, which costs
-    its recomputation after a restart.
+    its recomputation after a restart. Where blocks go down one after the other, the model is hashed beside the steps
+    before those come that are not proven yet.
     """
 
     MAX_TIME_FRAC = 0.01
     BURST_S = 1.0
+    AHEAD_FRAC = 0.25
+    """Of the blocks that wait for a proof, so many proven ones are left when it is begun."""
     _MAX_REMEMBERED = 16
     _MAX_ORIGINS = 4096
 
-    def __init__(self, source: Source, clock_s: Callable[[], float] = time.monotonic, *, outlives: bool = True) -> None:
-        """`outlives`: whether labelled blocks outlive the process. If not, nothing is hashed, no move is labelled."""
+    def __init__(
+        self,
+        source: Source,
+        clock_s: Callable[[], float] = time.monotonic,
+        *,
+        outlives: bool = True,
+        beside: _Run | None = None,
+    ) -> None:
+        """Args:
+        outlives: whether labelled blocks outlive the process. If not, nothing is hashed, no move is labelled.
+        beside: what runs a proof beside the steps; a thread of its own by default.
+        """
         self._source, self._clock_s, self.outlives = source, clock_s, outlives
         self._process = os.urandom(32)
         self._remembered: dict[_Seen, Fingerprint | None] = {}
@@ -125,6 +148,10 @@ class Labels:
         self._num_sealed = 0
         self._started_s = clock_s()
         self._spent_s = 0.0
+        self._workers = Workers(1, "kvtier-hash")
+        self._beside = self._workers.submit if beside is None else beside
+        self._proof: _Proof | None = None
+        """Under way."""
 
     def origin(self, mark: int, modules: bytes | None = None, salt: bytes = b"") -> Origin | None:
         """What a batch that begins now is computed with; None if nobody can say.
@@ -137,7 +164,7 @@ class Labels:
         """
         seen = mark, modules
         if seen not in self._remembered:
-            self._remembered[seen] = self._hash() if self.outlives else self._of_process(seen)
+            self._remembered[seen] = self._hash(self._source.fingerprint) if self.outlives else self._of_process(seen)
             while len(self._remembered) > self._MAX_REMEMBERED:
                 oldest = next(iter(self._remembered))
                 del self._remembered[oldest]
@@ -194,38 +221,103 @@ class Labels:
         if sealed is None or not self.outlives:
             return None
         origin = sealed.origin
+        self._settle(wait=self._proof is not None and origin.num_proven <= sealed.number < self._proof.num_sealed)
         if sealed.number >= origin.num_proven and not origin.is_stale and self._may_hash():
             self._verify(origin)
-        return sealed.label if sealed.number < origin.num_proven else None
+        if sealed.number >= origin.num_proven:
+            return None
+        self._prove_ahead(origin, sealed.number)
+        return sealed.label
 
     def prove(self) -> None:
         """Hash the model now, whatever that costs, so that what was sealed with it so far can be labelled."""
+        self._settle(wait=True)
         current = [origin for origin in self._origins.values() if not origin.is_stale]
         if self.outlives and any(origin.num_proven < self._num_sealed for origin in current):
             self._verify(current[-1])
 
+    def close(self) -> None:
+        """Wait for a proof that is under way; its thread ends. Idempotent."""
+        self._settle(wait=True)
+        self._workers.close(wait=True)
+
     def _may_hash(self) -> bool:
         return self._spent_s <= self.BURST_S + self.MAX_TIME_FRAC * (self._clock_s() - self._started_s)
 
+    def _prove_ahead(self, origin: Origin, number: int) -> None:
+        """Begin a proof if few of the proven blocks are left to go down: then nobody has to wait for it."""
+        left, waiting = origin.num_proven - number, self._num_sealed - origin.num_proven
+        if self._proof is None and not origin.is_stale and left <= self.AHEAD_FRAC * waiting and self._may_hash():
+            self._proof = self._begin(origin, self._beside)
+
     def _verify(self, origin: Origin) -> None:
+        self._settle(wait=True)
+        self._proof = self._begin(origin, at_once)
+        self._settle(wait=True)
+
+    def _begin(self, origin: Origin, run: _Run) -> _Proof:
+        """Hash the model. What it is made of is read now; its tensors are by whoever runs the rest.
+
+        A tensor that is written meanwhile, after it was read, had not been written before: the proof is of now.
+        """
         started_s = self._clock_s()
-        now = self._hash()
-        self._spent_s += self._clock_s() - started_s
-        fresh = [each for each in {*self._alive, origin} if not each.is_stale]
-        for each in fresh:
+        try:
+            finish = self._source.begin_fingerprint()
+        except Exception as error:  # as `_hash`
+            finish = functools.partial(_raise, error)
+        begun_s = self._clock_s() - started_s
+        fresh = tuple(each for each in {*self._alive, origin} if not each.is_stale)
+        return _Proof(self._num_sealed, fresh, run(self._finish, finish, begun_s))
+
+    def _finish(self, finish: Callable[[], Fingerprint | None], begun_s: float) -> tuple[Fingerprint | None, float]:
+        started_s = self._clock_s()
+        return self._hash(finish), begun_s + self._clock_s() - started_s
+
+    def _settle(self, *, wait: bool) -> None:
+        """Take up what a proof has shown, if it has ended."""
+        proof = self._proof
+        if proof is None or not (wait or proof.result.done()):
+            return
+        now, took_s = proof.result.result()
+        self._proof = None
+        self._spent_s += took_s
+        for each in proof.fresh:
             if now is not None and each.fingerprint.weights == now.weights:
-                each.num_proven = self._num_sealed
+                each.num_proven = max(each.num_proven, proof.num_sealed)
             else:
                 each.is_stale = True
-        if any(each.is_stale for each in fresh):
+        if any(each.is_stale for each in proof.fresh):
             # Whatever the marks say: they may have missed it. Batches that begin from here on are hashed for.
             self._remembered.clear()
             self._origins.clear()
             logger.info("the model has changed since KV was computed with it: blocks sealed meanwhile get no label")
 
-    def _hash(self) -> Fingerprint | None:
+    @staticmethod
+    def _hash(fingerprint: Callable[[], Fingerprint | None]) -> Fingerprint | None:
         try:
-            return self._source.fingerprint()
+            return fingerprint()
         except Exception as error:  # whatever it is: a label is a convenience, and the move it is for must go on
             logger.warning("the model could not be hashed (%s): its KV will not survive a restart", error)
             return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """That the model is what it was, for all that had been sealed when it was begun."""
+
+    num_sealed: int
+    fresh: tuple[Origin, ...]
+    """Those it is about."""
+    result: Future[tuple[Fingerprint | None, float]]
+    """The model's hash, and the seconds that it took."""
+
+
+def at_once(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call it here; what it returns, in a future."""
+    future: Future[Any] = Future()
+    future.set_result(function(*arguments))
+    return future
+
+
+def _raise(error: Exception) -> Fingerprint | None:
+    raise error

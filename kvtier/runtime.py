@@ -301,6 +301,8 @@ class Runtime:
             self._close_all(_LEAVE_WAIT_S)
 
     def _close_all(self, timeout_s: float) -> None:
+        if self.labels is not None:
+            self.labels.close()
         have_ended = self.executor.close(timeout_s)
         have_ended = (self.files is None or self.files.close(timeout_s if have_ended else 0.0)) and have_ended
         if not have_ended:

@@ -141,6 +141,9 @@ class FakeModel:
         adapters = b"%d" % self.adapter
         return Fingerprint(weights, namespace_of(weights, adapters, b""), adapters)
 
+    def begin_fingerprint(self) -> Callable[[], Fingerprint | None]:
+        return self.fingerprint
+
     def is_plain(self, arguments: Mapping[str, Any]) -> bool:
         return self.plain
 

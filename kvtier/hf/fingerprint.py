@@ -9,7 +9,7 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +47,10 @@ class Fingerprints:
     def fingerprint(self) -> Fingerprint:
         """As the function `fingerprint`."""
         return fingerprint(self._model, self._group, self._salt)
+
+    def begin_fingerprint(self) -> Callable[[], Fingerprint]:
+        """As the function `begin_fingerprint`."""
+        return begin_fingerprint(self._model, self._group, self._salt)
 
     def modules(self) -> bytes | None:
         """Of what the modules are and what is set on them; None if a part of the model cannot be told. Milliseconds."""
@@ -97,18 +101,30 @@ def fingerprint(model: PreTrainedModel, group: LayerGroup, salt: bytes = b"") ->
     tensors that are not on the host. On CUDA devices tensors are copied to the host in such pieces (not verified: no
     such device at hand).
     """
-    weights = digest("weights", [
-        ("formats", canonical(FORMATS)),
-        ("packages", canonical(_packages(model))),
-        ("layers", canonical(list(group.layers))),
-        ("shape", canonical(asdict(group.shape))),
-        ("dtype", group.dtype.encode()),
-        ("heads", canonical(group.heads)),
-        ("modules", canonical(_modules(model))),
-        ("tensors", canonical(_tensors(model))),
-    ])  # fmt: skip
-    adapters = canonical(_adapters(model))
-    return Fingerprint(weights, namespace_of(weights, adapters, salt), adapters)
+    return begin_fingerprint(model, group, salt)()
+
+
+def begin_fingerprint(model: PreTrainedModel, group: LayerGroup, salt: bytes = b"") -> Callable[[], Fingerprint]:
+    """As `fingerprint`, in two parts: all but the tensors' bytes is read now (milliseconds), and those when the result
+    is called, on any thread. Tensors that are replaced meanwhile are hashed as they were."""
+    modules, adapters = canonical(_modules(model)), canonical(_adapters(model))
+    packages, tensors = canonical(_packages(model)), _named_tensors(model)
+
+    @torch.no_grad()
+    def finish() -> Fingerprint:
+        weights = digest("weights", [
+            ("formats", canonical(FORMATS)),
+            ("packages", packages),
+            ("layers", canonical(list(group.layers))),
+            ("shape", canonical(asdict(group.shape))),
+            ("dtype", group.dtype.encode()),
+            ("heads", canonical(group.heads)),
+            ("modules", modules),
+            ("tensors", canonical(_digests(tensors))),
+        ])  # fmt: skip
+        return Fingerprint(weights, namespace_of(weights, adapters, salt), adapters)
+
+    return finish
 
 
 def _packages(model: nn.Module) -> dict[str, str]:
@@ -214,18 +230,25 @@ def _adapters(model: nn.Module) -> dict[str, Any]:
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _tensors(model: nn.Module) -> dict[str, Any]:
-    """By name, every parameter and buffer, persistent or not; those tied to others under each of their names."""
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer, persistent or not; those tied to others under each of their names."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _digests(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """By name; one that has several is read once."""
     found: dict[str, Any] = {}
     known: dict[int, Any] = {}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            if id(tensor) not in known:
-                try:
-                    known[id(tensor)] = _tensor(tensor)
-                except UnsupportedModelError as error:
-                    raise UnsupportedModelError(f"{name}: {error}") from error
-            found[name] = known[id(tensor)]
+    for name, tensor in tensors:
+        if id(tensor) not in known:
+            try:
+                known[id(tensor)] = _tensor(tensor)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{name}: {error}") from error
+        found[name] = known[id(tensor)]
     return found
 
 

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from kvtier.batch import Batch
 from kvtier.block_table import Made, Span
 from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError
-from kvtier.labels import Labels, Origin, Sealed
+from kvtier.labels import Labels, Origin, Sealed, at_once
 from kvtier.losses import Compute, Losses
 from kvtier.prefix import Miss
 from kvtier.recomputable import Past
@@ -183,7 +183,7 @@ class NotingLabels(Labels):
     """Labels that remember what every identity stands for."""
 
     def __init__(self, outlives: bool) -> None:
-        super().__init__(FakeModel(), lambda: 0.0, outlives=outlives)
+        super().__init__(FakeModel(), lambda: 0.0, outlives=outlives, beside=at_once)
         self.meanings: dict[bytes, tuple[bytes | None, bytes]] = {}
         """By identity, that of the block before it and its content."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.batch import Batch
 from kvtier.errors import CapacityError, IntegrityError
-from kvtier.labels import Labels, Origin
+from kvtier.labels import Labels, Origin, at_once
 from kvtier.losses import Losses
 from kvtier.prefix import Miss
 from kvtier.prefix_cache import Match
@@ -27,7 +27,7 @@ class Sharing:
 
     def __init__(self, *, outlives: bool = False, **values: Any) -> None:
         self.model = FakeModel()
-        self.labels = Labels(self.model, lambda: 0.0, outlives=outlives)
+        self.labels = Labels(self.model, lambda: 0.0, outlives=outlives, beside=at_once)
         self.house: House = build(
             **{"gpu": 8, "cpu": 4, "nvme": 8, "low_frac": 0.0, **values}, labels=self.labels, shares=True
         )

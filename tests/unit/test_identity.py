@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Padding
 from kvtier.identity import DIGEST_BYTES, block_identity, canonical, digest, framed, token_content
-from kvtier.labels import Fingerprint, Labels, Origin
+from kvtier.labels import Fingerprint, Labels, Origin, at_once
 from kvtier.recomputable import Past
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, MovePurpose, SequenceId, SlotLabel, Tier
@@ -207,7 +207,7 @@ class Labelled:
 
     def __init__(self, **values: Any) -> None:
         self.model, self.clock = FakeModel(), Clock()
-        self.labels = Labels(self.model, self.clock)
+        self.labels = Labels(self.model, self.clock, beside=at_once)
         self.house: House = build(**{"gpu": 8, "cpu": 0, "nvme": 16, "low_frac": 0.0, **values}, labels=self.labels)
 
     def batch(self, mark: int = 1, rows: int = 1) -> Batch:
