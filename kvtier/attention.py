@@ -61,7 +61,9 @@ def partial_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
     """
     if keys.shape[0] == 0 or keys.shape[2] == 0:
         raise IntegrityError("attention over no keys: the CPU kernel would end the process")
-    return _call(query.expand(keys.shape[0], -1, -1, -1), keys, values, kernel, causal=False)
+    num_pieces = keys.shape[0]
+    queries = query if num_pieces == 1 else query.expand(num_pieces, -1, -1, -1)
+    return _call(queries, keys, values, kernel, causal=False)
 
 
 def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel: Kernel) -> Partial:
@@ -170,22 +172,29 @@ def merge(parts: list[Partial]) -> Partial:
     """
     if _is_whole(parts):
         return parts[0]
-    lse = torch.cat([part.lse for part in parts])
+    lse = _joined([part.lse for part in parts])
     return Partial(_average(parts, lse), torch.logsumexp(lse, 0, keepdim=True))
 
 
 def finish(parts: list[Partial], heads: int, dtype: torch.dtype) -> torch.Tensor:
     """Merge, and give the result as a model expects it from its attention: `[1, q, heads, value_dim]`, contiguous."""
-    output = parts[0].output if _is_whole(parts) else _average(parts, torch.cat([part.lse for part in parts]))
+    output = parts[0].output if _is_whole(parts) else _average(parts, _joined([part.lse for part in parts]))
     _, kv_heads, rows, dim = output.shape
     num_queries = rows * kv_heads // heads
-    return output.to(dtype).reshape(1, heads, num_queries, dim).transpose(1, 2).contiguous()
+    output = output.to(dtype)
+    if num_queries == 1:
+        return output.reshape(1, 1, heads, dim)
+    return output.reshape(1, heads, num_queries, dim).transpose(1, 2).contiguous()
 
 
 def _is_whole(parts: list[Partial]) -> bool:
     return len(parts) == 1 and parts[0].output.shape[0] == 1
 
 
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
 def _average(parts: list[Partial], lse: torch.Tensor) -> torch.Tensor:
-    output = torch.cat([part.output.float() for part in parts])
+    output = _joined([part.output.float() for part in parts])
     return (output * torch.softmax(lse, dim=0).unsqueeze(-1)).sum(0, keepdim=True)

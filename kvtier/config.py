@@ -24,7 +24,7 @@ from kvtier.config_tiers import (
 )
 from kvtier.errors import ConfigError
 from kvtier.size import Size, SizeUnit
-from kvtier.types import AttentionMode, Tier
+from kvtier.types import AttentionMode, HostAttention, Tier
 
 _PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*(:[A-Za-z_]\w*)?$", title="a name or module:Class")]
 
@@ -98,6 +98,12 @@ class KVTierConfig(Strict):
     policy says, and only between steps."""
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), title="a mapping such as {policy: next_layers}")
     """What is read early from slower tiers while a layer computes."""
+    host_attention: HostAttention = Field(default=HostAttention.AUTO, strict=False, title="never, always or auto")
+    """Who attends to blocks of the cpu tier. `never`: they are streamed to the gpu tier's device, as those of the nvme
+    tier are. `always`: the CPU attends to them where they lie, beside the device's own share; queries and results cross
+    the link, K and V do not. `auto`: always where the model itself runs on the CPU, where it costs no copy at all; with
+    a CUDA device the share that makes both end at the same time, by their measured rates. `gathered` on a CUDA
+    device streams whatever this says."""
     prefix_cache: bool = Field(default=True, title="true or false")
     """Whether `generate` begins with the blocks that it finds of a prompt, instead of computing them: those of any
     earlier call under the same salt, with a persistent nvme folder those of earlier processes too. They stay, on all

@@ -33,6 +33,8 @@ class Copies:
         """What one salt may keep; None: as much as there is room for."""
         self.forget_slot: Callable[[Slot], None] | None = None
         """Sees to it that no process finds again what lies in an nvme slot; None where nothing is found there."""
+        self.leave_slot: Callable[[Tier, Slot], None] | None = None
+        """Sees to it that nothing is read from a slot any more; None where nothing is read between steps."""
         self._labelled: set[BlockId] = set()
         self.reserved: set[Slot] = set()
         """Slots of the nvme tier that are handed out to nobody, for the sake of what lies in them."""
@@ -59,6 +61,8 @@ class Copies:
 
     def drop_copy(self, block: BlockId, tier: Tier) -> None:
         """A copy goes, and its slot is free, or once the move that hangs over it has ended."""
+        if self.leave_slot is not None:
+            self.leave_slot(tier, self.residency[block].copies[tier])
         slot = self.residency.drop_copy(block, tier)
         if tier is Tier.NVME:
             self._labelled.discard(block)
@@ -79,7 +83,7 @@ class Copies:
             self.drop_copy(block, tier)
         if bad is not None and self.forget_slot is not None:
             self.forget_slot(bad)
-        slot = self.residency.drop_copy(source, Tier.GPU)
+        slot = self.residency.drop_copy(source, Tier.GPU)  # nothing is streamed from there
         self.policies[Tier.GPU].removed(source)
         self.add_copy(block, Tier.GPU, slot)
         self.residency[block].sealed = sealed

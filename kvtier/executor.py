@@ -5,7 +5,7 @@ Sits between the runtime and the parts that must not know each other (manager, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +13,15 @@ import torch
 from kvtier.batch import Batch
 from kvtier.budget import AttentionCost
 from kvtier.errors import BudgetError, IntegrityError, UnsupportedError
+from kvtier.host_attention import HostShare
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
 from kvtier.open_step import OpenStep
 from kvtier.ring import SliceRing
 from kvtier.step import NewColumns, Step
 from kvtier.step_memory import StepMemory
-from kvtier.stores.gpu import GpuStore
-from kvtier.types import AttentionMode, BlockId, LayerGroup
+from kvtier.stores.slab import LayerViews
+from kvtier.types import AttentionMode, BlockId, LayerGroup, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,19 @@ class StepExecutor:
         self,
         group: LayerGroup,
         manager: TierManager,
-        store: GpuStore,
+        slabs: Mapping[Tier, LayerViews],
         ring: SliceRing | None,
         metrics: Metrics,
         mode: AttentionMode,
         limits: StepLimits,
+        share: HostShare,
     ) -> None:
         self.group, self.manager, self.ring, self.mode, self.limits = group, manager, ring, mode, limits
         self._open: Step | None = None
         device = torch.device(group.device)
         # A byte arena that starts aligned: bits of the gathered call depend on 64-byte-aligned K and V.
         arena = torch.empty(limits.gather_bytes // 64 * 64, dtype=torch.uint8, device=device)
-        self.memory = StepMemory(group, store, ring, metrics, mode, limits.num_pieces, arena)
+        self.memory = StepMemory(group, slabs, ring, metrics, mode, limits.num_pieces, arena, share)
 
     def chunk(self, batch: Batch) -> int:
         """How many new tokens a row the next step of this batch may have.
@@ -93,11 +95,11 @@ class StepExecutor:
             self._check_gather(batch.num_rows, batch.length + new[0].num_columns)
         step = self._open = self.manager.begin_step(batch, new)
         try:
-            plan = self.manager.plan(batch)
+            plan = self.manager.plan(batch, self.memory.host_frac())
             if plan.streamed:
                 if self.ring is None:
                     raise IntegrityError("blocks lie on slower tiers, but there is no ring to stream them through")
-                self.ring.begin(plan.streamed)
+                self.ring.begin(plan)
             return OpenStep(self.memory, step, plan)
         except BaseException:  # a Ctrl-C too: no step stays open
             self.abort(step)
@@ -109,8 +111,8 @@ class StepExecutor:
         Raises:
             TransferTimeoutError: as `SliceRing.unreadable`. BlockLostError: as `TierManager.plan`.
         """
-        streamed = self.manager.plan(batch).streamed
-        return [] if self.ring is None or not streamed else self.ring.unreadable(streamed)
+        plan = self.manager.plan(batch)
+        return [] if self.ring is None or not plan.streamed else self.ring.unreadable(plan)
 
     def _check_gather(self, num_rows: int, num_columns: int) -> None:
         shape = self.group.shape
@@ -127,8 +129,8 @@ class StepExecutor:
         """Commit a step whose forward has returned; raises UnsupportedError (and aborts) if a layer did not append."""
         try:
             opened.step.check_complete(self.group.layers)
-            if self.ring is not None:
-                self.ring.drain()
+            if self.ring is not None and opened.streams:
+                self.ring.finish()
         except BaseException:  # a Ctrl-C too: no step stays open
             self.abort(opened.step)
             raise
@@ -151,5 +153,5 @@ class StepExecutor:
 
     def close(self, timeout_s: float) -> bool:
         """Stop streaming and let go of the arena; whether all reads have ended within `timeout_s`."""
-        self.memory.arena = torch.empty(0, dtype=torch.uint8)
+        self.memory.close()
         return self.ring is None or self.ring.close(timeout_s)

@@ -6,13 +6,15 @@ Works on ids and slots; touches no tensor. One thread at a time: the wrapper ser
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.errors import CapacityError, IntegrityError
-from kvtier.plan import StepPlan
+from kvtier.placement import Placement
+from kvtier.plan import Plans, StepPlan
+from kvtier.recomputable import Past
 from kvtier.residency import BlockState
 from kvtier.sequences import Sequences
 from kvtier.step import NewColumns, RowStep, Step, StepState, Write
@@ -43,6 +45,17 @@ class TierManager(Sequences):
     Between steps (`poll`) finished transfers are committed, dropped caches freed, tiers above `high` demoted to `low`,
     sealed blocks copied down early, and running sequences' blocks promoted while there is room.
     """
+
+    def __init__(
+        self,
+        placement: Placement,
+        block_tokens: int,
+        same_bytes: Callable[[Slot, Slot], bool],
+        past: Past = Past.BLOCKS,
+    ) -> None:
+        """As `Sequences`."""
+        super().__init__(placement, block_tokens, same_bytes, past)
+        self._plans = Plans(placement.residency)
 
     @property
     def residency_len(self) -> int:
@@ -184,13 +197,13 @@ class TierManager(Sequences):
             offset, start = offset + count, 0
         return tuple(writes)
 
-    def plan(self, batch: Batch) -> StepPlan:
-        """Where each full block lies now; valid until the next call of this manager.
+    def plan(self, batch: Batch, host_frac: float = 0.0) -> StepPlan:
+        """Where each full block lies now; valid until the next call of this manager. As `Plans.get`.
 
         Raises:
             BlockLostError: a block has no copy, or its only one is on a tier that hangs: then all such are named.
         """
-        plan = StepPlan.build(batch, self.placement.residency)
+        plan = self._plans.get(batch, host_frac)
         for tier in self.placement.breakers:
             blocks = {source.block: source.index for source in plan.streamed if source.tier is tier}
             self.placement.check_readable(blocks, tier)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -18,13 +19,11 @@ from kvtier.attention import (
     sink_attention,
 )
 from kvtier.errors import UnsupportedError
+from kvtier.places import Piece
 from kvtier.plan import Source, StepPlan
 from kvtier.step import RowStep, Step
 from kvtier.step_memory import StepMemory
 from kvtier.types import AttentionMode, Tier
-
-_Piece = tuple[int, torch.Tensor, torch.Tensor]
-"""A row, and K and V that all of its new columns see whole."""
 
 
 class OpenStep:
@@ -32,15 +31,22 @@ class OpenStep:
 
     def __init__(self, memory: StepMemory, step: Step, plan: StepPlan) -> None:
         self._memory, self.step, self._plan = memory, step, plan
+        self._places = memory.places(plan)
         self._metrics = step.batch.metrics
         self._new: dict[int, tuple[int, int]] = {}
         self.causal_masks: list[torch.Tensor] = []
         """Plain causal masks that were made in this step: the only ones that a tiered layer may be given."""
+        self._at_once = memory.num_pieces if step.num_new > 1 else memory.num_decode_pieces
 
     @property
     def mode(self) -> AttentionMode:
         """How this step attends."""
         return self._memory.mode
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything comes through the ring."""
+        return bool(self._plan.streamed)
 
     def is_tiered(self, layer: int) -> bool:
         """Whether the layer's K and V lie on tiers. Others keep transformers' own cache and attention."""
@@ -63,7 +69,7 @@ class OpenStep:
         Raises:
             UnsupportedError: anything else; nothing was written.
         """
-        shape, store, step = self._memory.group.shape, self._memory.store, self.step
+        shape, step = self._memory.group.shape, self.step
         position, start = self._memory.positions[layer], (len(step.rows), shape.kv_heads, step.num_new)
         wanted = (*start, shape.key_dim), (*start, shape.value_dim)
         dtype = self._memory.dtype
@@ -76,15 +82,19 @@ class OpenStep:
             raise UnsupportedError("keys that require grad cannot be cached exactly: call under torch.no_grad()")
         step.append(layer, step.num_new)
         self._new[layer] = (keys.data_ptr(), values.data_ptr())
+        places, num_rows = self._places, len(step.rows)
         for number, row in enumerate(step.rows):
-            row_keys, row_values = _tokens(keys[number], row), _tokens(values[number], row)
+            row_keys, row_values = (keys, values) if num_rows == 1 else (keys[number, None], values[number, None])
+            if not row.is_full:
+                row_keys, row_values = _tokens(row_keys, row), _tokens(row_values, row)
             for write in row.writes:
-                new, old = (
-                    slice(write.offset, write.offset + write.count),
-                    slice(write.start, write.start + write.count),
-                )
-                store.keys[position][write.slot, :, old] = row_keys[:, new]
-                store.values[position][write.slot, :, old] = row_values[:, new]
+                slot_keys, slot_values = places.slot(position, write.slot)
+                new_keys, new_values = row_keys, row_values
+                if len(row.writes) > 1:
+                    new_keys = row_keys.narrow(2, write.offset, write.count)
+                    new_values = row_values.narrow(2, write.offset, write.count)
+                slot_keys.narrow(2, write.start, write.count).copy_(new_keys)
+                slot_values.narrow(2, write.start, write.count).copy_(new_values)
 
     def _begin_attention(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """The layer's slice index.
@@ -128,20 +138,31 @@ class OpenStep:
         """
         position = self._begin_attention(layer, keys, values)
         kv_heads, heads, num_new = self._memory.group.shape.kv_heads, query.shape[1], self.step.num_new
-        row_queries = [query[row : row + 1] for row in range(query.shape[0])]
+        num_rows = query.shape[0]
+        row_queries = [query] if num_rows == 1 else [query[row : row + 1] for row in range(num_rows)]
         packed = [pack(row_query, kv_heads) for row_query in row_queries]
         kernel = Kernel(scale, softcap, self._memory.group.is_wide)
         parts: list[list[Partial]] = [[] for _ in row_queries]
-        for number, piece_keys, piece_values in self._past(position):
-            parts[number].append(partial_attention(packed[number], piece_keys, piece_values, kernel))
-            if num_new > 1:
-                parts[number] = [merge(parts[number])]  # a chunk's partial results are large: never more than one group
+        begun = self._start_host(position, packed, kernel)
+        try:
+            for number, piece_keys, piece_values in self._past(position):
+                parts[number].append(partial_attention(packed[number], piece_keys, piece_values, kernel))
+                if num_new > 1:
+                    # A chunk's partial results are large: never more than one group.
+                    parts[number] = [merge(parts[number])]
+        finally:
+            if begun:
+                wait(begun.values())  # they read slots, which an aborted step gives up
+        for number, future in begun.items():
+            assert self._memory.attender is not None  # it has begun them
+            parts[number].append(self._memory.attender.finish(future))
         outputs: list[torch.Tensor] = []
         for number, row in enumerate(self.step.rows):
-            new = slice(number, number + 1)
-            if row.is_full and num_new > 1:
+            if num_new > 1 and row.is_full:
+                new = slice(number, number + 1)
                 parts[number].append(causal_attention(row_queries[number], keys[new], values[new], kernel))
             elif row.new.runs and not row.is_full:
+                new = slice(number, number + 1)
                 runs = [(run.first, run.count) for run in row.new.runs]
                 part = padded_attention(row_queries[number], keys[new], values[new], runs, kernel)
                 parts[number].append(part)
@@ -151,29 +172,41 @@ class OpenStep:
             if sinks is not None:
                 parts[number].append(sink_attention(sinks, kv_heads, num_new, values.shape[-1]))
             outputs.append(finish(parts[number], heads, query.dtype))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return outputs[0] if num_rows == 1 else torch.cat(outputs)
 
-    def _past(self, position: int) -> Iterator[_Piece]:
+    def _start_host(self, position: int, packed: Sequence[torch.Tensor], kernel: Kernel) -> dict[int, Future[Partial]]:
+        """By row, attention over the blocks that lie in host memory beside a device; nothing where there is no device.
+
+        The device is not kept waiting for it: its own share comes behind.
+        """
+        attender = self._memory.attender
+        if attender is None:
+            return {}
+        pieces: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for number, keys, values in self._places.pieces(Tier.CPU, position, self._at_once):
+            pieces.setdefault(number, []).append((keys, values))
+        return {number: attender.start(packed[number], own, kernel) for number, own in pieces.items()}
+
+    def _past(self, position: int) -> Iterator[Piece]:
         """Pieces that every new column of a row sees whole: full blocks wherever they lie, and the committed tail.
 
         A single new token sees itself too, so it is taken with its tail in one piece.
         """
-        memory, step = self._memory, self.step
-        keys, values = memory.store.keys[position], memory.store.values[position]
-        at_once = memory.num_pieces if step.num_new > 1 else memory.num_decode_pieces
-        for number, (row, plan) in enumerate(zip(step.rows, self._plan.rows, strict=True)):
-            for run in plan.runs:
-                for first in range(run.first, run.first + run.count, at_once):
-                    view = slice(first, min(first + at_once, run.first + run.count))
-                    yield number, keys[view], values[view]
+        step, places, at_once = self.step, self._places, self._at_once
+        yield from places.pieces(Tier.GPU, position, at_once)
+        if self._memory.attender is None:
+            yield from places.pieces(Tier.CPU, position, at_once)
+        for number, row in enumerate(step.rows):
             if step.num_new == 1 and row.writes:
                 write = row.writes[0]
                 slot, length = write.slot, write.start + 1
-                yield number, keys[slot : slot + 1, :, :length], values[slot : slot + 1, :, :length]
             elif row.tail_slot is not None:
                 slot, length = row.tail_slot, row.table.tail_tokens
-                yield number, keys[slot : slot + 1, :, :length], values[slot : slot + 1, :, :length]
-            self._count(len(plan.resident), Tier.GPU)
+            else:
+                continue
+            keys, values = places.slot(position, slot)
+            yield number, keys.narrow(2, 0, length), values.narrow(2, 0, length)
+        self._count_resident()
         for sources, streamed_keys, streamed_values in self._streamed(position):
             for number in range(len(step.rows)):
                 for first, last in _entries(sources, number):
@@ -195,9 +228,15 @@ class OpenStep:
                     metrics.nvme_sole_reads += 1
                     self._metrics.nvme_read_bytes += slice_bytes
 
+    def _count_resident(self) -> None:
+        for tiers in self._places.num_resident:
+            for tier, num_slices in tiers.items():
+                self._count(num_slices, tier)
+
     def _count(self, num_slices: int, tier: Tier) -> None:
-        self._memory.metrics.slices_read[tier] += num_slices
-        self._metrics.slices_read[tier] += num_slices
+        if num_slices:
+            self._memory.metrics.slices_read[tier] += num_slices
+            self._metrics.slices_read[tier] += num_slices
 
     # -- gathered -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +257,7 @@ class OpenStep:
         grid = (num_rows, shape.kv_heads, total)
         whole_keys = arena[: heads * total * shape.key_dim].view(*grid, shape.key_dim)
         whole_values = arena[middle : middle + heads * total * shape.value_dim].view(*grid, shape.value_dim)
-        store, block_tokens = memory.store, shape.block_tokens
+        block_tokens = shape.block_tokens
         if step.batch.is_padded:
             whole_keys[:, :, : step.committed], whole_values[:, :, : step.committed] = 0, 0
 
@@ -231,12 +270,13 @@ class OpenStep:
 
         for number, (row, plan) in enumerate(zip(step.rows, self._plan.rows, strict=True)):
             for resident in plan.resident:
-                slot = resident.slot
-                put(number, resident.index, block_tokens, store.keys[position][slot], store.values[position][slot])
+                slab, slot = memory.slabs[resident.tier], resident.slot
+                put(number, resident.index, block_tokens, slab.keys[position][slot], slab.values[position][slot])
             if row.tail_slot is not None:
-                full, tail, slot = row.table.num_full_blocks, row.table.tail_tokens, row.tail_slot
-                put(number, full, tail, store.keys[position][slot], store.values[position][slot])
-            self._count(len(plan.resident), Tier.GPU)
+                full, tail = row.table.num_full_blocks, row.table.tail_tokens
+                tail_keys, tail_values = self._places.slot(position, row.tail_slot)
+                put(number, full, tail, tail_keys[0], tail_values[0])
+        self._count_resident()
         for sources, group_keys, group_values in self._streamed(position):
             for entry, source in enumerate(sources):
                 for number in source.rows:
@@ -247,11 +287,11 @@ class OpenStep:
 
 
 def _tokens(columns: torch.Tensor, row: RowStep) -> torch.Tensor:
-    """Of `[heads, num_new, dim]`, those columns that hold tokens; a view when they are neighbours."""
+    """Of `[1, heads, num_new, dim]`, those columns that hold tokens; a view when they are neighbours."""
     runs = row.new.runs
     if len(runs) == 1:
-        return columns[:, runs[0].first : runs[0].first + runs[0].count]
-    return torch.cat([columns[:, :0], *(columns[:, run.first : run.first + run.count] for run in runs)], dim=1)
+        return columns.narrow(2, runs[0].first, runs[0].count)
+    return torch.cat([columns[:, :, :0], *(columns.narrow(2, run.first, run.count) for run in runs)], dim=2)
 
 
 def _entries(sources: Sequence[Source], row: int) -> Iterator[tuple[int, int]]:

@@ -62,6 +62,8 @@ class ResidencyTable:
         """Blocks of each tier that a faster tier holds too, oldest first."""
         self.num_only_nvme = 0
         """Blocks whose only valid copy is on the nvme tier."""
+        self.version = 0
+        """Rises with every copy that comes or goes."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -97,6 +99,7 @@ class ResidencyTable:
         if tier in record.copies:
             raise IntegrityError(f"block {block} has a copy on {tier.label} already")
         before = record.fastest
+        self.version += 1
         record.copies[tier] = slot
         self._note(block, record, before)
 
@@ -106,6 +109,7 @@ class ResidencyTable:
         if record.pins[tier]:
             raise IntegrityError(f"block {block} is pinned to {tier.label}")
         before = record.fastest
+        self.version += 1
         slot = record.copies.pop(tier)
         self.redundant[tier].pop(block, None)
         self._note(block, record, before)

@@ -16,7 +16,7 @@ import torch
 from kvtier.breaker import Breaker
 from kvtier.errors import BlockLostError, IntegrityError, StoreError, TransferTimeoutError
 from kvtier.metrics import Metrics
-from kvtier.plan import Source
+from kvtier.plan import Source, StepPlan
 from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
 from kvtier.workers import Workers
@@ -118,6 +118,13 @@ class SliceRing:
         self._generation = 0
         self._free: deque[_Cell] = deque()
         self._cell_of: dict[int, _Cell] = {}
+        self._plan: StepPlan | None = None
+        """Of the step that is open, or of the one that has ended and is looked ahead for."""
+        self._last_plan: StepPlan | None = None
+        """Of the last step that went through."""
+        self._looks_ahead = False
+        self._places: frozenset[tuple[Tier, Slot]] = frozenset()
+        """What is read from while no step is open."""
         self._sources: Sequence[Source] = ()
         self._num_cells_now, self._group_slices = self.num_cells, self.cell_slices
         self._groups_per_layer = 0
@@ -129,13 +136,20 @@ class SliceRing:
         with self._changed:
             return sum(read.is_overdue for read in self._running)
 
-    def begin(self, sources: Sequence[Source]) -> None:
-        """Start a step that streams these blocks in every layer; layer 0's first slices are requested at once.
+    def begin(self, plan: StepPlan) -> None:
+        """Start a step that streams a plan's blocks in every layer; layer 0's first slices are requested at once.
+
+        The same plan once more goes on with what has been read for it since the step before.
 
         Raises:
             TransferTimeoutError: reads of the cpu tier hang, or reads that hang have the whole ring.
         """
+        if plan is self._plan and self._places:
+            self._places = frozenset()
+            self._advance(0)
+            return
         self.drain()
+        self._plan, self._looks_ahead = plan, plan is self._last_plan
         with self._changed:
             taken = {read.cell for read in self._running}
         for cells in (self._cells, self._spare):
@@ -148,8 +162,8 @@ class SliceRing:
                 "to stream through: raise tiers.gpu.budget, or check the disk"
             )
         self._num_cells_now, self._group_slices = len(self._free), self._free[0].num_slices
-        self._sources = sources
-        self._groups_per_layer = -(-len(sources) // self._group_slices)
+        self._sources = plan.streamed
+        self._groups_per_layer = -(-len(plan.streamed) // self._group_slices)
         self._next_read = self._next_use = 0
         self._advance(0)
 
@@ -172,8 +186,32 @@ class SliceRing:
         # What the policy allows behind this layer may go on while the model computes the rest of it.
         self._advance(layer)
 
-    def unreadable(self, sources: Sequence[Source]) -> list[BlockId]:
-        """Read every slice of these blocks; which of them cannot be read. Costs the reads of a whole step.
+    def finish(self) -> None:
+        """The step has gone through. Where the next one is likely to have the same plan, reading goes on for it.
+
+        Likely means that this one had the plan of the step before: sequences that take turns are not read ahead for.
+        """
+        total = self._shape.num_layers * self._groups_per_layer
+        self._last_plan = self._plan
+        if not self._looks_ahead or self._next_use != total:
+            self.drain()
+            return
+        self._next_use, self._next_read = 0, self._next_read - total
+        self._reads = {number - total: reads for number, reads in self._reads.items()}
+        self._cell_of = {number - total: cell for number, cell in self._cell_of.items()}
+        self._places = frozenset((source.tier, source.slot) for source in self._sources)
+
+    def leave(self, tier: Tier, slot: Slot) -> None:
+        """A slot is given up, between steps: nothing is read from it any more when this returns.
+
+        Raises:
+            TransferTimeoutError: as `drain`.
+        """
+        if (tier, slot) in self._places:
+            self.drain()
+
+    def unreadable(self, plan: StepPlan) -> list[BlockId]:
+        """Read every slice that a plan streams; which blocks cannot be read. Costs the reads of a whole step.
 
         Once a read of the nvme tier has passed its deadline, all blocks there count as such, without further waiting.
 
@@ -181,7 +219,8 @@ class SliceRing:
             TransferTimeoutError: as `begin` and `groups`.
         """
         lost: dict[int, None] = {}
-        self.begin(sources)
+        self.drain()
+        self.begin(plan)
         try:
             for layer in range(self._shape.num_layers):
                 for number in range(self._next_use, self._next_use + self._groups_per_layer):
@@ -191,7 +230,7 @@ class SliceRing:
                     except BlockLostError as error:
                         lost.update(dict.fromkeys(error.blocks))
                     if self.num_overdue:
-                        lost.update((source.block, None) for source in sources if source.tier is Tier.NVME)
+                        lost.update((source.block, None) for source in plan.streamed if source.tier is Tier.NVME)
                         return [BlockId(block) for block in lost]
                     self._next_use = number + 1
                     self._free.append(self._cell_of.pop(number))
@@ -200,7 +239,8 @@ class SliceRing:
         return [BlockId(block) for block in lost]
 
     def _advance(self, layer: int) -> None:
-        num_layers = self._shape.num_layers
+        # Looking ahead, the layers of the next step come behind the last of this one.
+        num_layers = self._shape.num_layers * (2 if self._looks_ahead else 1)
         allowed = {layer, *self._prefetch.layers_ahead(layer, num_layers)}
         last = min(self._next_use + self._num_cells_now, num_layers * self._groups_per_layer)
         while self._next_read < last and self._next_read // self._groups_per_layer in allowed:
@@ -212,7 +252,7 @@ class SliceRing:
         return self._sources[first : first + self._group_slices]
 
     def _request(self, number: int) -> None:
-        cell, layer = self._free.popleft(), number // self._groups_per_layer
+        cell, layer = self._free.popleft(), number // self._groups_per_layer % self._shape.num_layers
         used, cell.used = cell.used, None
         self._cell_of[number] = cell
         reads = self._reads[number] = {}
@@ -324,6 +364,7 @@ class SliceRing:
         Raises:
             TransferTimeoutError: a read of the cpu tier hangs; it is waited for again at the next call.
         """
+        self._plan, self._looks_ahead, self._places = None, False, frozenset()
         with self._changed:
             self._generation += 1  # what has not begun never will
             in_time = self._changed.wait_for(self._all_are_overdue, timeout=self._io_timeout_s)

@@ -13,6 +13,7 @@ import torch
 from kvtier.config import KVTierConfig
 from kvtier.errors import BudgetError, ClosedError, KVTierError, StoreError
 from kvtier.executor import StepExecutor, StepLimits
+from kvtier.host_attention import HostShare
 from kvtier.labels import Labels, Source
 from kvtier.load_or_recompute import Meter
 from kvtier.log import logger
@@ -29,6 +30,7 @@ from kvtier.slots import SlotPool
 from kvtier.stores.base import Store
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
+from kvtier.stores.slab import LayerViews, SlabStore
 from kvtier.timed_files import TimedFiles
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
@@ -178,9 +180,12 @@ class Runtime:
                 io_timeout_s=config.io_timeout_s,
                 breaker=self.placement.breakers.get(Tier.NVME),
             )
+            self.placement.leave_slot = ring.leave
         budget = self.gpu_budget
         limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
-        self.executor = StepExecutor(group, self.manager, gpu, ring, self.metrics, self.mode, limits)
+        slabs = {t: LayerViews.of(s, dtype) for t, s in self.stores.items() if isinstance(s, SlabStore)}
+        share = HostShare(config.host_attention, is_on_host=device.type == "cpu")
+        self.executor = StepExecutor(group, self.manager, slabs, ring, self.metrics, self.mode, limits, share)
         for tier, store in self.stores.items():
             logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)
             if isinstance(store, NvmeStore):

@@ -1,13 +1,18 @@
-"""What the steps of one runtime work with: the gpu tier's slab, the ring, and the arena of `gathered`."""
+"""What the steps of one runtime work with: the slabs, the ring, and the arena of `gathered`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from kvtier.host_attention import HostAttender, HostShare
 from kvtier.metrics import Metrics
+from kvtier.places import Places
+from kvtier.plan import StepPlan
 from kvtier.ring import SliceRing
-from kvtier.stores.gpu import GpuStore
-from kvtier.types import AttentionMode, LayerGroup
+from kvtier.stores.slab import LayerViews
+from kvtier.types import AttentionMode, LayerGroup, Tier
 
 
 class StepMemory:
@@ -16,21 +21,39 @@ class StepMemory:
     def __init__(
         self,
         group: LayerGroup,
-        store: GpuStore,
+        slabs: Mapping[Tier, LayerViews],
         ring: SliceRing | None,
         metrics: Metrics,
         mode: AttentionMode,
         num_pieces: int,
         arena: torch.Tensor,
+        share: HostShare,
     ) -> None:
-        self.group, self.store, self.ring, self.metrics, self.mode = group, store, ring, metrics, mode
-        self.num_pieces, self.arena = num_pieces, arena
+        """`slabs`: the gpu tier's, and the cpu tier's where there is one."""
+        self.group, self.slabs, self.ring, self.metrics, self.mode = group, dict(slabs), ring, metrics, mode
+        self.num_pieces, self.arena, self.share = num_pieces, arena, share
         self.gather_start = -arena.data_ptr() % 64
         self.positions = {layer: position for position, layer in enumerate(group.layers)}
-        self.dtype = store.keys[0].dtype
+        self.dtype = self.slabs[Tier.GPU].keys[0].dtype
         # What attention copies or writes out beside K and V is in the budget for so many blocks at once; a single
         # query's results are small.
         self.num_decode_pieces = num_pieces if group.is_wide or group.writes_scores else 1 << 30
+        device = torch.device(group.device)
+        self.attender = HostAttender(device, share) if device.type != "cpu" and Tier.CPU in self.slabs else None
+        """Attends beside the device; None: the model runs on the CPU, and needs no one beside it."""
+        self._places: Places | None = None
+
+    def host_frac(self) -> float:
+        """Which share of the cpu tier's blocks is attended to, or gathered from, where it lies."""
+        if Tier.CPU not in self.slabs or (self.mode is AttentionMode.GATHERED and self.attender is not None):
+            return 0.0
+        return self.share.frac()
+
+    def places(self, plan: StepPlan) -> Places:
+        """Views for this plan; the same ones as long as it is the same object."""
+        if self._places is None or self._places.plan is not plan:
+            self._places = Places(plan, self.slabs)
+        return self._places
 
     def layer_bytes(self, num_tokens: int) -> tuple[int, int]:
         """Bytes of one assembled layer: K, padded so that V behind it is aligned, and V."""
@@ -39,3 +62,11 @@ class StepMemory:
             num_tokens * shape.kv_heads * dim * shape.element_bytes for dim in (shape.key_dim, shape.value_dim)
         )
         return key_bytes + -key_bytes % 64, value_bytes
+
+    def close(self) -> None:
+        """Let go of every view and of the arena. Idempotent."""
+        if self.attender is not None:
+            self.attender.close()
+        self._places = None
+        self.slabs.clear()
+        self.arena = torch.empty(0, dtype=torch.uint8)

@@ -35,6 +35,14 @@ class AttentionMode(enum.Enum):
     GATHERED = "gathered"
 
 
+class HostAttention(enum.Enum):
+    """Whether the CPU attends to blocks of the cpu tier where they lie, instead of having them streamed."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    AUTO = "auto"
+
+
 class IoMode(enum.Enum):
     """How the nvme tier's files are read and written: `mmap` through the page cache, `direct` past it (O_DIRECT).
 
@@ -262,5 +270,9 @@ class PrefetchPolicy(Protocol):
     """Says which layers' slices may be fetched while a layer computes."""
 
     def layers_ahead(self, layer: int, num_layers: int) -> Sequence[int]:
-        """Layers (slice indices, nearest first) that may be fetched while `layer` runs; `layer` itself is implied."""
+        """Layers (slice indices, nearest first) that may be fetched while `layer` runs; `layer` itself is implied.
+
+        Where the next step is expected to read the same slices, `num_layers` counts its layers too: they come behind
+        those of this one.
+        """
         ...

@@ -21,5 +21,5 @@ class NextLayers:
         self.depth = depth
 
     def layers_ahead(self, layer: int, num_layers: int) -> Sequence[int]:
-        """The next `depth` layers, nearest first, none beyond the last: the executor crosses the step's boundary."""
+        """The next `depth` layers, nearest first, none beyond the last."""
         return range(layer + 1, min(layer + 1 + self.depth, num_layers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvtier.errors import IntegrityError
-from kvtier.stores.slab import SlabStore
+from kvtier.stores.slab import LayerViews, SlabStore
 from kvtier.types import BlockShape, Slot, Tier
 
 
@@ -22,21 +22,8 @@ class GpuStore(SlabStore):
         if dtype.itemsize != shape.element_bytes:
             raise ValueError(f"gpu store: {dtype} has {dtype.itemsize} bytes, the block shape {shape.element_bytes}")
         super().__init__(Tier.GPU, shape, num_slots, device)
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        elements = self.slab().view(dtype)
-        for layer in range(shape.num_layers):
-            offset_bytes = layer * shape.slice_bytes
-            self.keys.append(self._view(elements, offset_bytes, shape.key_dim))
-            self.values.append(self._view(elements, offset_bytes + shape.key_bytes, shape.value_dim))
-
-    def _view(self, elements: torch.Tensor, offset_bytes: int, dim: int) -> torch.Tensor:
-        heads, tokens = self.shape.kv_heads, self.shape.block_tokens
-        return elements.as_strided(
-            (self.num_slots, heads, tokens, dim),
-            (elements.stride(0), tokens * dim, dim, 1),
-            offset_bytes // self.shape.element_bytes,
-        )
+        views = LayerViews.of(self, dtype)
+        self.keys, self.values = views.keys, views.values
 
     def same_bytes(self, slot: Slot, other: Slot) -> bool:
         """Whether two slots hold the same bytes. On CUDA it waits for the kernels queued. Cost: reads both blocks."""

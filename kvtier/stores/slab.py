@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvtier.errors import ClosedError, IntegrityError
@@ -82,6 +84,32 @@ class SlabStore(Store):
         if self._slab is None:
             raise ClosedError(f"{self.tier.label} store: closed")
         return self._slab
+
+
+@dataclass(frozen=True, slots=True)
+class LayerViews:
+    """A slab as attention reads it, without a copy: by slice index, `[num_slots, kv_heads, block_tokens, dim]`."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @staticmethod
+    def of(store: SlabStore, dtype: torch.dtype) -> LayerViews:
+        """Views of every layer in `dtype`, last stride 1. They keep the slab alive."""
+        shape, elements = store.shape, store.slab().view(dtype)
+
+        def view(layer: int, skipped_bytes: int, dim: int) -> torch.Tensor:
+            return elements.as_strided(
+                (store.num_slots, shape.kv_heads, shape.block_tokens, dim),
+                (elements.stride(0), shape.block_tokens * dim, dim, 1),
+                (layer * shape.slice_bytes + skipped_bytes) // shape.element_bytes,
+            )
+
+        layers = range(shape.num_layers)
+        return LayerViews(
+            [view(layer, 0, shape.key_dim) for layer in layers],
+            [view(layer, shape.key_bytes, shape.value_dim) for layer in layers],
+        )
 
 
 def slot_bytes(shape: BlockShape) -> int:

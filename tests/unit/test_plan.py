@@ -8,7 +8,7 @@ from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.errors import BlockLostError
 from kvtier.metrics import SequenceMetrics
-from kvtier.plan import Resident, SlotRun, Source, StepPlan
+from kvtier.plan import Plans, Resident, SlotRun, Source, StepPlan
 from kvtier.residency import ResidencyTable
 from kvtier.types import SequenceId, Slot, Tier
 
@@ -86,3 +86,101 @@ def test_a_resident_block_that_rows_share_is_in_each_rows_plan() -> None:
     plan = StepPlan.build(Batch(tables, SequenceMetrics()), residency)
     assert [row.runs for row in plan.rows] == [(SlotRun(Slot(6), 2),), (SlotRun(Slot(7), 1),)]
     assert not plan.streamed
+
+
+def places(plan: StepPlan) -> list[tuple[Tier, int]]:
+    return sorted((block.tier, block.index) for row in plan.rows for block in row.resident)
+
+
+@pytest.mark.parametrize(("host_frac", "num_on_host"), [(0.0, 0), (0.5, 3), (0.75, 4), (1.0, 6)])
+def test_that_share_of_the_cpu_tiers_blocks_is_read_where_it_lies(host_frac: float, num_on_host: int) -> None:
+    residency, table = ResidencyTable(), BlockTable(SequenceId(1), 4)
+    ids = [residency.create(SequenceId(1), index) for index in range(8)]
+    for index, block in enumerate(ids):
+        residency.add_copy(block, Tier.NVME if index == 3 else Tier.GPU if index == 0 else Tier.CPU, Slot(index))
+    table.append(32, None, ids)
+    plan = StepPlan.build(Batch([table], SequenceMetrics()), residency, host_frac)
+    resident = places(plan)
+    assert sum(tier is Tier.CPU for tier, _ in resident) == num_on_host
+    assert (Tier.GPU, 0) in resident and 3 in {source.index for source in plan.streamed}
+    assert len(resident) + len(plan.streamed) == 8
+    assert sum(run.count for row in plan.rows for run in row.runs if run.tier is Tier.CPU) == num_on_host
+
+
+def test_runs_do_not_cross_from_one_tier_to_another() -> None:
+    residency, table = ResidencyTable(), BlockTable(SequenceId(1), 4)
+    ids = [residency.create(SequenceId(1), index) for index in range(4)]
+    for block, tier, slot in zip(ids, (Tier.CPU, Tier.GPU, Tier.CPU, Tier.GPU), (0, 1, 1, 2), strict=True):
+        residency.add_copy(block, tier, Slot(slot))
+    table.append(16, None, ids)
+    (row,) = StepPlan.build(Batch([table], SequenceMetrics()), residency, 1.0).rows
+    assert row.runs == (SlotRun(Slot(1), 2, Tier.GPU), SlotRun(Slot(0), 2, Tier.CPU))
+
+
+class Planned:
+    """A sequence of full blocks, and the plans of it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.residency, self.table = ResidencyTable(), BlockTable(SequenceId(1), 4)
+        self.plans, self.batch = Plans(self.residency), Batch([self.table], SequenceMetrics())
+        for _ in range(num_blocks):
+            self.add(4)
+
+    def add(self, num_tokens: int) -> None:
+        """Tokens, in a new block if the last is full."""
+        new = []
+        if not self.table.tail_tokens:
+            new = [self.residency.create(SequenceId(1), len(self.table.blocks))]
+            self.residency.add_copy(new[0], Tier.GPU, Slot(len(self.residency)))
+        self.table.append(num_tokens, None, new)
+
+    def get(self, host_frac: float = 0.0) -> StepPlan:
+        plan = self.plans.get(self.batch, host_frac)
+        assert plan == StepPlan.build(self.batch, self.residency, host_frac)
+        return plan
+
+
+def test_a_plan_stays_the_same_object_until_a_block_fills() -> None:
+    planned = Planned(2)
+    planned.add(1)
+    first = planned.get()
+    for _ in range(2):
+        planned.add(1)
+        assert planned.get() is first
+    planned.add(1)  # full: it is planned for now
+    assert planned.get() is not first
+
+
+def test_a_plan_is_made_anew_when_a_copy_comes_or_goes_and_when_the_share_changes() -> None:
+    planned = Planned(3)
+    block = planned.table.blocks[1]
+    plan = planned.get()
+    planned.residency.add_copy(block, Tier.CPU, Slot(5))
+    again = planned.get()
+    assert again is not plan
+    planned.residency.drop_copy(block, Tier.GPU)
+    third = planned.get()
+    assert third is not again and len(third.streamed) == 1
+    assert not planned.get(1.0).streamed
+
+
+def test_a_crop_and_another_block_in_the_same_place_make_a_plan_anew() -> None:
+    planned = Planned(3)
+    before = planned.get()
+    (dropped,) = planned.table.truncate(8)
+    assert planned.get() is not before
+    planned.residency.drop_copy(dropped, Tier.GPU)
+    planned.add(4)
+    assert planned.get().rows[0].resident[2].slot != before.rows[0].resident[2].slot
+
+
+def test_no_plan_is_kept_of_a_batch_that_lost_a_block() -> None:
+    planned = Planned(3)
+    block = planned.table.blocks[1]
+    planned.get()
+    planned.residency.drop_copy(block, Tier.GPU)
+    for _ in range(2):
+        with pytest.raises(BlockLostError):
+            planned.plans.get(planned.batch)
+    planned.residency.add_copy(block, Tier.NVME, Slot(1))
+    assert [source.block for source in planned.get().streamed] == [block]

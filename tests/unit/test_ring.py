@@ -15,7 +15,7 @@ import torch
 from kvtier.breaker import Breaker
 from kvtier.errors import BlockLostError, IntegrityError, ShortReadError, TransferTimeoutError
 from kvtier.metrics import Metrics
-from kvtier.plan import Source
+from kvtier.plan import Source, StepPlan
 from kvtier.policies.next_layers import NextLayers
 from kvtier.policies.no_prefetch import NoPrefetch
 from kvtier.ring import SliceRing
@@ -74,6 +74,10 @@ def _sources(num: int) -> list[Source]:
     return [Source(BlockId(50 + i), i, Tier.NVME, Slot(7 + 3 * i)) for i in range(num)]
 
 
+def _plan(sources: list[Source]) -> StepPlan:
+    return StepPlan((), tuple(sources))
+
+
 @pytest.mark.parametrize("prefetch", [NoPrefetch(), NextLayers(depth=1), NextLayers(depth=9)])
 @pytest.mark.parametrize("num_slices", [2, 3, 5, 16, 100])
 @pytest.mark.parametrize("num_sources", [1, 2, 7, 20])
@@ -84,7 +88,7 @@ def test_every_slice_arrives_whole_in_plan_order(
     ring = _ring(reader, num_slices, prefetch)
     sources = _sources(num_sources)
     for _ in range(3):  # three steps on one ring: the second use is where it would break
-        ring.begin(sources)
+        ring.begin(_plan(sources))
         for layer in range(SHAPE.num_layers):
             seen: list[Source] = []
             for group in ring.groups(layer):
@@ -104,7 +108,7 @@ def test_every_slice_arrives_whole_in_plan_order(
 def test_without_prefetch_no_later_layer_is_read_early() -> None:
     reader = FakeReader(seed=1, max_delay_s=0)
     ring = _ring(reader, 8, NoPrefetch())
-    ring.begin(_sources(3))
+    ring.begin(_plan(_sources(3)))
     for _ in ring.groups(0):
         pass
     time.sleep(0.02)
@@ -115,7 +119,7 @@ def test_without_prefetch_no_later_layer_is_read_early() -> None:
 def test_with_depth_two_the_next_two_layers_are_read_while_one_is_used() -> None:
     reader = FakeReader(seed=1, max_delay_s=0)
     ring = _ring(reader, 64, NextLayers(depth=2))
-    ring.begin(_sources(2))
+    ring.begin(_plan(_sources(2)))
     time.sleep(0.05)
     assert {layer for layer, _ in reader.reads} == {0, 1, 2}
     ring.close()
@@ -126,14 +130,14 @@ def test_a_slice_that_cannot_be_read_is_a_lost_block_and_the_ring_goes_on() -> N
     ring = _ring(reader, 4, NextLayers(depth=2))
     sources = _sources(6)
     reader.fails_at = (1, sources[3].slot)
-    ring.begin(sources)
+    ring.begin(_plan(sources))
     for _ in ring.groups(0):
         pass
     with pytest.raises(BlockLostError, match=r"block 3 \(layer 1\) cannot be read from nvme"):
         for _ in ring.groups(1):
             pass
     reader.fails_at = None
-    ring.begin(sources)
+    ring.begin(_plan(sources))
     assert reader.running == 0 or ring._reads  # nothing of the failed step is still being read into a buffer
     for layer in range(SHAPE.num_layers):
         for group in ring.groups(layer):
@@ -143,7 +147,7 @@ def test_a_slice_that_cannot_be_read_is_a_lost_block_and_the_ring_goes_on() -> N
 
 def test_layers_out_of_order_are_an_error_not_another_layers_bytes() -> None:
     ring = _ring(FakeReader(seed=3), 4, NextLayers(depth=2))
-    ring.begin(_sources(2))
+    ring.begin(_plan(_sources(2)))
     with pytest.raises(IntegrityError, match="out of order"):
         next(ring.groups(1))
     ring.drain()
@@ -156,7 +160,7 @@ def _in_memory(num: int) -> list[Source]:
 
 def _stream(ring: SliceRing, sources: list[Source]) -> None:
     """A whole step, each slice of it compared."""
-    ring.begin(sources)
+    ring.begin(_plan(sources))
     for layer in range(SHAPE.num_layers):
         seen: list[Source] = []
         for group in ring.groups(layer):
@@ -181,7 +185,7 @@ def test_reads_that_hang_are_losses_and_slices_of_the_cpu_tier_still_stream(num_
     on_disk, in_memory = _sources(6), _in_memory(5)
     mixed = [source for pair in zip(on_disk, in_memory, strict=False) for source in pair]
     reader.hangs.clear()
-    ring.begin(mixed)
+    ring.begin(_plan(mixed))
     with pytest.raises(BlockLostError, match=r"cannot be read from nvme: .*longer than io_timeout_s \(0.3 s\)") as lost:
         for _ in ring.groups(0):
             pass
@@ -203,7 +207,7 @@ def test_a_read_that_hangs_has_its_buffer_until_it_ends() -> None:
     reader = FakeReader(seed=6, max_delay_s=0)
     ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.3)
     reader.hangs.clear()
-    ring.begin(_sources(2))  # one cell of four
+    ring.begin(_plan(_sources(2)))  # one cell of four
     with pytest.raises(BlockLostError):
         next(ring.groups(0))
     late = {entry for read in ring._running for entry, _ in read.entries}
@@ -222,7 +226,7 @@ def test_late_reads_stop_at_the_slice_that_hangs_and_queued_ones_never_begin() -
     ring = _ring(reader, 37, NextLayers(depth=1), timeout_s=0.3)
     reader.hangs.clear()
     sources = _sources(9)
-    ring.begin(sources)  # two layers of one cell each: six reads of three slices on three threads
+    ring.begin(_plan(sources))  # two layers of one cell each: six reads of three slices on three threads
     with pytest.raises(BlockLostError):
         next(ring.groups(0))
     ring.drain()
@@ -240,11 +244,11 @@ def test_all_blocks_of_a_tier_that_hangs_are_unreadable_for_one_deadline() -> No
     deadlines, pass_deadline = [], ring._pass_deadline
     ring._pass_deadline = lambda late: deadlines.append(late) or pass_deadline(late)  # type: ignore[func-returns-value,method-assign]
     reader.hangs.clear()
-    assert set(ring.unreadable(_sources(6) + _in_memory(2))) == {source.block for source in _sources(6)}
+    assert set(ring.unreadable(_plan(_sources(6) + _in_memory(2)))) == {source.block for source in _sources(6)}
     assert len(deadlines) == 1  # not one for each group or layer
     reader.hangs.set()
     _wait_until_over(ring)
-    assert ring.unreadable(_sources(6) + _in_memory(2)) == []
+    assert ring.unreadable(_plan(_sources(6) + _in_memory(2))) == []
     assert ring.close()
 
 
@@ -252,11 +256,11 @@ def test_a_ring_without_a_buffer_left_says_so() -> None:
     reader = FakeReader(seed=4, max_delay_s=0)
     ring = _ring(reader, 2, NextLayers(depth=1), timeout_s=0.3)
     reader.hangs.clear()
-    ring.begin(_sources(2))
+    ring.begin(_plan(_sources(2)))
     with pytest.raises(BlockLostError):
         next(ring.groups(0))
     with pytest.raises(TransferTimeoutError, match="no buffer is left to stream through"):
-        ring.begin(_in_memory(2))
+        ring.begin(_plan(_in_memory(2)))
     assert not ring.close()
     reader.hangs.set()
     _wait_until_over(ring)
@@ -267,11 +271,11 @@ def test_a_cpu_tier_that_hangs_is_an_error() -> None:
     reader, breaker = FakeReader(seed=4, max_delay_s=0), Breaker("nvme")
     ring = _ring(reader, 4, NextLayers(depth=1), timeout_s=0.3, breaker=breaker)
     with reader.memory_hangs():
-        ring.begin(_in_memory(2))
+        ring.begin(_plan(_in_memory(2)))
         with pytest.raises(TransferTimeoutError):
             next(ring.groups(0))
         with pytest.raises(TransferTimeoutError):
-            ring.begin(_in_memory(2))
+            ring.begin(_plan(_in_memory(2)))
         assert not breaker.is_hanging
     _stream(ring, _in_memory(2))
     assert ring.close()
@@ -290,7 +294,7 @@ def test_thirty_two_slices_are_read_at_a_time(num_sources: int) -> None:
         SHAPE, 80, torch.float32, torch.device("cpu"), read_slice=meeting, prefetch=NextLayers(depth=4),
         metrics=Metrics(), num_threads=32, io_timeout_s=60.0,
     )  # fmt: skip
-    ring.begin(_sources(num_sources))
+    ring.begin(_plan(_sources(num_sources)))
     for layer in range(SHAPE.num_layers):
         for group in ring.groups(layer):
             for row, source in enumerate(group.sources):
