@@ -59,10 +59,15 @@ def partial_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
 
     Cost: reads K and V once; writes `n * kv_heads * rows * (value_dim + 1)` elements.
     """
-    if keys.shape[0] == 0 or keys.shape[2] == 0:
-        raise IntegrityError("attention over no keys: the CPU kernel would end the process")
     num_pieces = keys.shape[0]
     queries = query if num_pieces == 1 else query.expand(num_pieces, -1, -1, -1)
+    return partial_attention_of(queries, keys, values, kernel)
+
+
+def partial_attention_of(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel: Kernel) -> Partial:
+    """As `partial_attention`, with queries of its own for each of the `n` pieces: `[n, kv_heads, rows, key_dim]`."""
+    if keys.shape[0] == 0 or keys.shape[2] == 0:
+        raise IntegrityError("attention over no keys: the CPU kernel would end the process")
     return _call(queries, keys, values, kernel, causal=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
 import torch
@@ -19,8 +19,9 @@ from kvtier.attention import (
     sink_attention,
 )
 from kvtier.errors import UnsupportedError
-from kvtier.places import Piece
-from kvtier.plan import Source, StepPlan
+from kvtier.past import Past
+from kvtier.plan import StepPlan
+from kvtier.row_attention import RowsAttention
 from kvtier.step import RowStep, Step
 from kvtier.step_memory import StepMemory
 from kvtier.types import AttentionMode, Tier
@@ -31,12 +32,12 @@ class OpenStep:
 
     def __init__(self, memory: StepMemory, step: Step, plan: StepPlan) -> None:
         self._memory, self.step, self._plan = memory, step, plan
-        self._places = memory.places(plan)
-        self._metrics = step.batch.metrics
+        self._past = Past(memory, step, plan)
         self._new: dict[int, tuple[int, int]] = {}
         self.causal_masks: list[torch.Tensor] = []
         """Plain causal masks that were made in this step: the only ones that a tiered layer may be given."""
-        self._at_once = memory.num_pieces if step.num_new > 1 else memory.num_decode_pieces
+        self._new_at: Sequence[torch.Tensor] | None = None
+        """Of the rows that get a token each: their numbers, slots, and places in them."""
 
     @property
     def mode(self) -> AttentionMode:
@@ -82,7 +83,10 @@ class OpenStep:
             raise UnsupportedError("keys that require grad cannot be cached exactly: call under torch.no_grad()")
         step.append(layer, step.num_new)
         self._new[layer] = (keys.data_ptr(), values.data_ptr())
-        places, num_rows = self._places, len(step.rows)
+        places, num_rows = self._past.places, len(step.rows)
+        if num_rows > 1 and step.num_new == 1:
+            self._append_rows(position, keys, values)
+            return
         for number, row in enumerate(step.rows):
             row_keys, row_values = (keys, values) if num_rows == 1 else (keys[number, None], values[number, None])
             if not row.is_full:
@@ -95,6 +99,18 @@ class OpenStep:
                     new_values = row_values.narrow(2, write.offset, write.count)
                 slot_keys.narrow(2, write.start, write.count).copy_(new_keys)
                 slot_values.narrow(2, write.start, write.count).copy_(new_values)
+
+    def _append_rows(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """One new token in each row that has one: a write for K and one for V."""
+        if self._new_at is None:
+            rows = [(number, row.writes[0]) for number, row in enumerate(self.step.rows) if row.writes]
+            found = [[number, write.slot, write.start] for number, write in rows]
+            self._new_at = torch.tensor(found, dtype=torch.long, device=keys.device).reshape(-1, 3).unbind(1)
+        numbers, slots, starts = self._new_at
+        if len(numbers):
+            slab = self._memory.slabs[Tier.GPU]
+            slab.keys[position][slots, :, starts] = keys[numbers, :, 0]
+            slab.values[position][slots, :, starts] = values[numbers, :, 0]
 
     def _begin_attention(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """The layer's slice index.
@@ -139,13 +155,20 @@ class OpenStep:
         position = self._begin_attention(layer, keys, values)
         kv_heads, heads, num_new = self._memory.group.shape.kv_heads, query.shape[1], self.step.num_new
         num_rows = query.shape[0]
+        if (
+            num_rows > 1
+            and num_new == 1
+            and self._memory.attender is None
+            and all(map(_sees_something, self.step.rows))
+        ):
+            return self._attend_rows(position, query, Kernel(scale, softcap, self._memory.group.is_wide), sinks)
         row_queries = [query] if num_rows == 1 else [query[row : row + 1] for row in range(num_rows)]
         packed = [pack(row_query, kv_heads) for row_query in row_queries]
         kernel = Kernel(scale, softcap, self._memory.group.is_wide)
         parts: list[list[Partial]] = [[] for _ in row_queries]
         begun = self._start_host(position, packed, kernel)
         try:
-            for number, piece_keys, piece_values in self._past(position):
+            for number, piece_keys, piece_values in self._past.pieces(position):
                 parts[number].append(partial_attention(packed[number], piece_keys, piece_values, kernel))
                 if num_new > 1:
                     # A chunk's partial results are large: never more than one group.
@@ -174,6 +197,22 @@ class OpenStep:
             outputs.append(finish(parts[number], heads, query.dtype))
         return outputs[0] if num_rows == 1 else torch.cat(outputs)
 
+    def _attend_rows(
+        self, position: int, query: torch.Tensor, kernel: Kernel, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One new token in each of several rows. As `attend`."""
+        shape, num_rows = self._memory.group.shape, query.shape[0]
+        rows = RowsAttention(query, shape.kv_heads, kernel)
+        for piece in self._past.rows_pieces(position):
+            rows.add(piece)
+        if sinks is not None:
+            sink = sink_attention(sinks, shape.kv_heads, 1, shape.value_dim)
+            rows.add_part(
+                Partial(sink.output.expand(num_rows, -1, -1, -1), sink.lse.expand(num_rows, -1, -1)),
+                torch.arange(num_rows, device=query.device),
+            )
+        return rows.finish(query.dtype)
+
     def _start_host(self, position: int, packed: Sequence[torch.Tensor], kernel: Kernel) -> dict[int, Future[Partial]]:
         """By row, attention over the blocks that lie in host memory beside a device; nothing where there is no device.
 
@@ -183,60 +222,9 @@ class OpenStep:
         if attender is None:
             return {}
         pieces: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for number, keys, values in self._places.pieces(Tier.CPU, position, self._at_once):
+        for number, keys, values in self._past.places.pieces(Tier.CPU, position, self._past.at_once):
             pieces.setdefault(number, []).append((keys, values))
         return {number: attender.start(packed[number], own, kernel) for number, own in pieces.items()}
-
-    def _past(self, position: int) -> Iterator[Piece]:
-        """Pieces that every new column of a row sees whole: full blocks wherever they lie, and the committed tail.
-
-        A single new token sees itself too, so it is taken with its tail in one piece.
-        """
-        step, places, at_once = self.step, self._places, self._at_once
-        yield from places.pieces(Tier.GPU, position, at_once)
-        if self._memory.attender is None:
-            yield from places.pieces(Tier.CPU, position, at_once)
-        for number, row in enumerate(step.rows):
-            if step.num_new == 1 and row.writes:
-                write = row.writes[0]
-                slot, length = write.slot, write.start + 1
-            elif row.tail_slot is not None:
-                slot, length = row.tail_slot, row.table.tail_tokens
-            else:
-                continue
-            keys, values = places.slot(position, slot)
-            yield number, keys.narrow(2, 0, length), values.narrow(2, 0, length)
-        self._count_resident()
-        for sources, streamed_keys, streamed_values in self._streamed(position):
-            for number in range(len(step.rows)):
-                for first, last in _entries(sources, number):
-                    for start in range(first, last, at_once):
-                        view = slice(start, min(start + at_once, last))
-                        yield number, streamed_keys[view], streamed_values[view]
-
-    def _streamed(self, position: int) -> Iterator[tuple[Sequence[Source], torch.Tensor, torch.Tensor]]:
-        ring = self._memory.ring
-        if ring is None or not self._plan.streamed:
-            return
-        slice_bytes, metrics = self._memory.group.shape.slice_bytes, self._memory.metrics
-        for group in ring.groups(position):
-            yield group.sources, group.keys, group.values
-            for source in group.sources:
-                metrics.bytes_moved[(source.tier, Tier.GPU)] += slice_bytes
-                self._count(1, source.tier)
-                if source.tier is Tier.NVME:
-                    metrics.nvme_sole_reads += 1
-                    self._metrics.nvme_read_bytes += slice_bytes
-
-    def _count_resident(self) -> None:
-        for tiers in self._places.num_resident:
-            for tier, num_slices in tiers.items():
-                self._count(num_slices, tier)
-
-    def _count(self, num_slices: int, tier: Tier) -> None:
-        if num_slices:
-            self._memory.metrics.slices_read[tier] += num_slices
-            self._metrics.slices_read[tier] += num_slices
 
     # -- gathered -----------------------------------------------------------------------------------------------------
 
@@ -257,33 +245,21 @@ class OpenStep:
         grid = (num_rows, shape.kv_heads, total)
         whole_keys = arena[: heads * total * shape.key_dim].view(*grid, shape.key_dim)
         whole_values = arena[middle : middle + heads * total * shape.value_dim].view(*grid, shape.value_dim)
-        block_tokens = shape.block_tokens
         if step.batch.is_padded:
             whole_keys[:, :, : step.committed], whole_values[:, :, : step.committed] = 0, 0
-
-        def put(row: int, index: int, length: int, block_keys: torch.Tensor, block_values: torch.Tensor) -> None:
-            first = index * block_tokens
+        for row, index, length, block_keys, block_values in self._past.blocks(position):
+            first = index * shape.block_tokens
             for column, token, count in step.rows[row].table.pieces(first, first + length):
                 at, block = slice(column, column + count), slice(token - first, token - first + count)
                 whole_keys[row, :, at] = block_keys[:, block]
                 whole_values[row, :, at] = block_values[:, block]
-
-        for number, (row, plan) in enumerate(zip(step.rows, self._plan.rows, strict=True)):
-            for resident in plan.resident:
-                slab, slot = memory.slabs[resident.tier], resident.slot
-                put(number, resident.index, block_tokens, slab.keys[position][slot], slab.values[position][slot])
-            if row.tail_slot is not None:
-                full, tail = row.table.num_full_blocks, row.table.tail_tokens
-                tail_keys, tail_values = self._places.slot(position, row.tail_slot)
-                put(number, full, tail, tail_keys[0], tail_values[0])
-        self._count_resident()
-        for sources, group_keys, group_values in self._streamed(position):
-            for entry, source in enumerate(sources):
-                for number in source.rows:
-                    put(number, source.index, block_tokens, group_keys[entry], group_values[entry])
         whole_keys[:, :, step.committed :] = keys
         whole_values[:, :, step.committed :] = values
         return whole_keys, whole_values
+
+
+def _sees_something(row: RowStep) -> bool:
+    return bool(row.writes) or row.table.num_tokens > 0
 
 
 def _tokens(columns: torch.Tensor, row: RowStep) -> torch.Tensor:
@@ -292,16 +268,3 @@ def _tokens(columns: torch.Tensor, row: RowStep) -> torch.Tensor:
     if len(runs) == 1:
         return columns.narrow(2, runs[0].first, runs[0].count)
     return torch.cat([columns[:, :, :0], *(columns.narrow(2, run.first, run.count) for run in runs)], dim=2)
-
-
-def _entries(sources: Sequence[Source], row: int) -> Iterator[tuple[int, int]]:
-    """Runs `first … last - 1` of neighbouring sources that belong to the row."""
-    first = None
-    for entry, source in enumerate(sources):
-        if row in source.rows:
-            first = entry if first is None else first
-        elif first is not None:
-            yield first, entry
-            first = None
-    if first is not None:
-        yield first, len(sources)

@@ -1,0 +1,135 @@
+"""What the new columns of a step see of the past: full blocks wherever they lie, and the committed tails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvtier.places import Piece, RowsPiece, runs_of_slots
+from kvtier.plan import Source, StepPlan
+from kvtier.step import Step
+from kvtier.step_memory import StepMemory
+from kvtier.types import Slot, Tier
+
+
+class Past:
+    """The past of one step's rows, layer by layer. Counts what is read of it."""
+
+    def __init__(self, memory: StepMemory, step: Step, plan: StepPlan) -> None:
+        self._memory, self._step, self._plan = memory, step, plan
+        self.places = memory.places(plan)
+        self._metrics = step.batch.metrics
+        self.at_once = memory.num_pieces if step.num_new > 1 else memory.num_decode_pieces
+        """Blocks of one kernel call at most."""
+
+    def pieces(self, position: int) -> Iterator[Piece]:
+        """Pieces that every new column of a row sees whole, but for those that are attended to beside a device.
+
+        A single new token sees itself too, so it is taken with its tail in one piece.
+
+        Raises:
+            BlockLostError, TransferTimeoutError: the step must be aborted.
+        """
+        step, places, at_once = self._step, self.places, self.at_once
+        yield from places.pieces(Tier.GPU, position, at_once)
+        if self._memory.attender is None:
+            yield from places.pieces(Tier.CPU, position, at_once)
+        for number in range(len(step.rows)):
+            if (tail := self.tail(number)) is not None:
+                slot, length = tail
+                keys, values = places.slot(position, slot)
+                yield number, keys.narrow(2, 0, length), values.narrow(2, 0, length)
+        self._count_resident()
+        for sources, streamed_keys, streamed_values in self.streamed(position):
+            for number in range(len(step.rows)):
+                for first, last in _entries(sources, number):
+                    for start in range(first, last, at_once):
+                        view = slice(start, min(start + at_once, last))
+                        yield number, streamed_keys[view], streamed_values[view]
+
+    def rows_pieces(self, position: int) -> Iterator[RowsPiece]:
+        """The same for a single new token in each row, of all rows together. Errors as `pieces`."""
+        places, at_once = self.places, self.at_once
+        yield from places.rows_pieces(position, at_once)
+        by_length: dict[int, dict[tuple[Tier, Slot], tuple[int, ...]]] = {}
+        for number in range(len(self._step.rows)):
+            if (tail := self.tail(number)) is not None:
+                slot, length = tail
+                rows_of = by_length.setdefault(length, {})
+                rows_of[Tier.GPU, slot] = (*rows_of.get((Tier.GPU, slot), ()), number)
+        for length, rows_of in by_length.items():
+            for (tier, first), rows in runs_of_slots(rows_of):
+                for at in range(0, len(rows), at_once):
+                    yield places.rows_piece(position, tier, Slot(first + at), rows[at : at + at_once], length)
+        self._count_resident()
+        for sources, keys, values in self.streamed(position):
+            entries = {(source.tier, Slot(entry)): source.rows for entry, source in enumerate(sources)}
+            for (_, first), rows in runs_of_slots(entries):
+                for at in range(0, len(rows), at_once):
+                    view = slice(first + at, min(first + at + at_once, first + len(rows)))
+                    yield RowsPiece.of(keys[view], values[view], rows[at : at + at_once])
+
+    def tail(self, number: int) -> tuple[Slot, int] | None:
+        """Where a row's tail lies, and how many of its tokens all new columns see: a single new token sees itself."""
+        row = self._step.rows[number]
+        if self._step.num_new == 1 and row.writes:
+            return row.writes[0].slot, row.writes[0].start + 1
+        return None if row.tail_slot is None else (row.tail_slot, row.table.tail_tokens)
+
+    def blocks(self, position: int) -> Iterator[tuple[int, int, int, torch.Tensor, torch.Tensor]]:
+        """Block by block, tails included: row, number, tokens, K `[kv_heads, block_tokens, dim]`, V.
+
+        Valid until the next one is asked for. Errors as `pieces`.
+        """
+        block_tokens = self._memory.group.shape.block_tokens
+        for number, (row, plan) in enumerate(zip(self._step.rows, self._plan.rows, strict=True)):
+            for resident in plan.resident:
+                slab, slot = self._memory.slabs[resident.tier], resident.slot
+                yield number, resident.index, block_tokens, slab.keys[position][slot], slab.values[position][slot]
+            if row.tail_slot is not None:
+                keys, values = self.places.slot(position, row.tail_slot)
+                yield number, row.table.num_full_blocks, row.table.tail_tokens, keys[0], values[0]
+        self._count_resident()
+        for sources, streamed_keys, streamed_values in self.streamed(position):
+            for entry, source in enumerate(sources):
+                for number in source.rows:
+                    yield number, source.index, block_tokens, streamed_keys[entry], streamed_values[entry]
+
+    def streamed(self, position: int) -> Iterator[tuple[Sequence[Source], torch.Tensor, torch.Tensor]]:
+        """Groups of slices as they arrive."""
+        ring = self._memory.ring
+        if ring is None or not self._plan.streamed:
+            return
+        slice_bytes, metrics = self._memory.group.shape.slice_bytes, self._memory.metrics
+        for group in ring.groups(position):
+            yield group.sources, group.keys, group.values
+            for source in group.sources:
+                metrics.bytes_moved[(source.tier, Tier.GPU)] += slice_bytes
+                self._count(1, source.tier)
+                if source.tier is Tier.NVME:
+                    metrics.nvme_sole_reads += 1
+                    self._metrics.nvme_read_bytes += slice_bytes
+
+    def _count_resident(self) -> None:
+        for tiers in self.places.num_resident:
+            for tier, num_slices in tiers.items():
+                self._count(num_slices, tier)
+
+    def _count(self, num_slices: int, tier: Tier) -> None:
+        if num_slices:
+            self._memory.metrics.slices_read[tier] += num_slices
+            self._metrics.slices_read[tier] += num_slices
+
+
+def _entries(sources: Sequence[Source], row: int) -> Iterator[tuple[int, int]]:
+    """Runs `first … last - 1` of neighbouring sources that belong to the row."""
+    first = None
+    for entry, source in enumerate(sources):
+        if row in source.rows:
+            first = entry if first is None else first
+        elif first is not None:
+            yield first, entry
+            first = None
+    if first is not None:
+        yield first, len(sources)
