@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kvtier.bound import EdgeUse
 from kvtier.types import Tier
@@ -19,38 +17,33 @@ class StepClock:
 
     def __init__(self, clock_s: ClockS = time.monotonic) -> None:
         self.clock_s = clock_s
-        self._state: tuple[float, float | None] = 0.0, None  # replaced as a whole: readers need no lock
+        self.state: tuple[float, float | None] = 0.0, None  # replaced as a whole: readers need no lock
         """Seconds of steps that have ended, and when the one that runs began."""
 
     @property
     def is_running(self) -> bool:
         """Whether a step runs."""
-        return self._state[1] is not None
+        return self.state[1] is not None
 
     def start(self) -> None:
         """A step begins. One that never ended (a Ctrl-C in the worst moment) counts for nothing."""
-        self._state = self._state[0], self.clock_s()
+        self.state = self.state[0], self.clock_s()
 
     def stop(self) -> float:
         """It has ended; returns its seconds."""
-        total_s, since_s = self._state
+        total_s, since_s = self.state
         took_s = 0.0 if since_s is None else self.clock_s() - since_s
-        self._state = total_s + took_s, None
+        self.state = total_s + took_s, None
         return took_s
 
-    def seconds(self, now_s: float | None = None) -> float:
-        """Up to `now_s`, by default this moment."""
-        total_s, since_s = self._state
-        if since_s is None:
-            return total_s
-        return total_s + max(0.0, (self.clock_s() if now_s is None else now_s) - since_s)
+    def seconds(self) -> float:
+        """Up to this moment."""
+        total_s, since_s = self.state
+        return total_s if since_s is None else total_s + self.clock_s() - since_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    now_s: float
-    steps_s: float
-    """What the step clock said then."""
+_Moment = tuple[float, float]
+"""A time, and what the clock of steps said then."""
 
 
 class EdgeMeter:
@@ -69,7 +62,7 @@ class EdgeMeter:
     def __init__(self, steps: StepClock) -> None:
         self._steps, self._lock = steps, threading.Lock()
         self._num_open = 0
-        self._since = _Moment(0.0, 0.0)
+        self._since: _Moment = 0.0, 0.0
         """Up to when the busy time is counted, while anything is under way."""
         self._busy_s = self._step_busy_s = self._step_bytes = 0.0
         self._bytes = 0
@@ -96,7 +89,7 @@ class EdgeMeter:
             self._bytes += num_bytes
             self._window_bytes += num_bytes
             self._window_arrived += num_bytes > 0
-            took_s, in_steps_s = now.now_s - began.now_s, now.steps_s - began.steps_s
+            took_s, in_steps_s = now[0] - began[0], now[1] - began[1]
             if took_s > 0:
                 self._step_bytes += num_bytes * min(1.0, max(0.0, in_steps_s / took_s))
             if self._window_s >= self.WINDOW_S and (
@@ -106,15 +99,9 @@ class EdgeMeter:
                 self._window_s, self._window_bytes, self._window_arrived = 0.0, 0, 0
                 self._window_most_open = self._num_open
 
-    @contextmanager
-    def transfer(self, num_bytes: int) -> Iterator[None]:
+    def transfer(self, num_bytes: int) -> _Transfer:
         """`begin` and `end` around what brings so many bytes."""
-        began, arrived = self.begin(), 0
-        try:
-            yield
-            arrived = num_bytes
-        finally:
-            self.end(began, arrived)
+        return _Transfer(self, num_bytes)
 
     def use(self) -> EdgeUse | None:
         """What went along while steps ran, and the peak at any time; None: nothing ever arrived."""
@@ -128,15 +115,32 @@ class EdgeMeter:
 
     def _advance(self, now: _Moment) -> None:
         """Count the time in which something was under way, up to now."""
-        busy_s = now.now_s - self._since.now_s
+        busy_s = now[0] - self._since[0]
         self._busy_s += busy_s
         self._window_s += busy_s
-        self._step_busy_s += max(0.0, now.steps_s - self._since.steps_s)
+        self._step_busy_s += max(0.0, now[1] - self._since[1])  # less where a step never ended
         self._since = now
 
     def _now(self) -> _Moment:
         now_s = self._steps.clock_s()
-        return _Moment(now_s, self._steps.seconds(now_s))
+        total_s, since_s = self._steps.state
+        # The step may have begun since the time was read.
+        return now_s, total_s if since_s is None or since_s > now_s else total_s + now_s - since_s
+
+
+class _Transfer:
+    """Not a generator: this is done for each slice that is streamed."""
+
+    __slots__ = ("_began", "_meter", "_num_bytes")
+
+    def __init__(self, meter: EdgeMeter, num_bytes: int) -> None:
+        self._meter, self._num_bytes = meter, num_bytes
+
+    def __enter__(self) -> None:
+        self._began = self._meter.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        self._meter.end(self._began, self._num_bytes if kind is None else 0)
 
 
 class EdgeMeters:

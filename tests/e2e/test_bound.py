@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,23 @@ def test_a_slow_tier_is_what_is_waited_for_and_what_binds(slow: Tier, cause: str
         slowest,
         "compute",
     )  # a busy machine computes long
+
+
+def test_the_engine_and_the_bookkeeping_count_the_same_bytes(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with TieredKV(model, small_config(model, tmp_path)) as tiered:
+        tiered.generate(tokens(PROMPT), max_new_tokens=4, do_sample=False)
+        deadline_s = time.monotonic() + 30
+        while (stats := tiered.stats())["moves_in_flight"] and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        metered = {
+            f"{source.label}_to_{dest.label}": tiered._runtime.edges[source, dest]._bytes
+            for source in Tier for dest in Tier if source is not dest
+        }  # fmt: skip
+    assert stats["moves_failed"] == stats["moves_in_flight"] == 0
+    assert metered == stats["bytes_moved"]
+    for name, edge in stats["bound"]["edges"].items():
+        assert edge["bytes"] <= metered[name]
 
 
 def test_all_on_the_gpu_tier_is_bound_by_compute() -> None:
