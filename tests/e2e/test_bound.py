@@ -16,6 +16,7 @@ from kvtier.types import Tier
 from tests.e2e.families import MODES, small_config, tiny, tokens
 
 PROMPT = 300
+STREAMS: dict[str, Any] = {"host_attention": "never"}  # the cpu tier is streamed, and not attended to where it lies
 
 
 def check(bound: dict[str, Any]) -> None:
@@ -38,7 +39,7 @@ def check(bound: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_three_tiers(mode: str, tmp_path: Path) -> None:
     model = tiny("llama")
-    with TieredKV(model, small_config(model, tmp_path, mode)) as tiered:
+    with TieredKV(model, small_config(model, tmp_path, mode, **STREAMS)) as tiered:
         first = tiered.stats()
         assert first["bound"]["binding"] == "none" and first["bound"]["edges"] == {}
         cache = tiered.new_cache()
@@ -72,7 +73,7 @@ def test_three_tiers(mode: str, tmp_path: Path) -> None:
 def test_a_slow_tier_is_what_is_waited_for_and_what_binds(slow: Tier, cause: str, tmp_path: Path) -> None:
     model = tiny("llama")
     expected = model.generate(tokens(PROMPT), max_new_tokens=8, do_sample=False)
-    with TieredKV(model, small_config(model, tmp_path, "blockwise")) as tiered:
+    with TieredKV(model, small_config(model, tmp_path, "blockwise", **STREAMS)) as tiered:
         # From the first call, so that no peak is of a time when the tier was fast.
         late = {"seed": 1, "rates": {Fault.DELAY: 1.0}, "delay_s": 0.01}
         tiered._runtime.interpose(slow, lambda inner: FaultyStore(inner, **late))
@@ -90,7 +91,9 @@ def test_a_slow_tier_is_what_is_waited_for_and_what_binds(slow: Tier, cause: str
 
 def test_the_engine_and_the_bookkeeping_count_the_same_bytes(tmp_path: Path) -> None:
     model = tiny("llama")
-    with TieredKV(model, small_config(model, tmp_path)) as tiered:
+    # Nothing is read ahead that no step asks for in the end.
+    config = small_config(model, tmp_path, **STREAMS, prefetch={"policy": "no_prefetch"})
+    with TieredKV(model, config) as tiered:
         tiered.generate(tokens(PROMPT), max_new_tokens=4, do_sample=False)
         deadline_s = time.monotonic() + 30
         while (stats := tiered.stats())["moves_in_flight"] and time.monotonic() < deadline_s:

@@ -11,7 +11,7 @@ import torch
 from kvtier.edge_meter import StepClock
 from kvtier.errors import BlockLostError
 from kvtier.metrics import Metrics, Stall
-from kvtier.plan import Source
+from kvtier.plan import Source, StepPlan
 from kvtier.policies.no_prefetch import NoPrefetch
 from kvtier.ring import SliceRing
 from kvtier.step_timer import StepTimer
@@ -36,7 +36,9 @@ def stream(tiers: list[Tier], slow: Tier, delay_s: float = 0.02) -> Metrics:
         read_slice=read, prefetch=NoPrefetch(), metrics=metrics, num_threads=2, io_timeout_s=5.0,
     )  # fmt: skip
     assert ring.cell_slices == 4  # they come together
-    ring.begin([Source(BlockId(number), number, tier, Slot(number)) for number, tier in enumerate(tiers)])
+    ring.begin(
+        StepPlan((), tuple(Source(BlockId(number), number, tier, Slot(number)) for number, tier in enumerate(tiers)))
+    )
     for layer in range(SHAPE.num_layers):
         for _ in ring.groups(layer):
             pass
@@ -68,7 +70,9 @@ def test_what_does_not_come_in_time_is_waited_for_too() -> None:
         metrics=metrics, num_threads=2, io_timeout_s=0.05,
     )  # fmt: skip
     tiers = [Tier.NVME, Tier.CPU, Tier.CPU, Tier.CPU]
-    ring.begin([Source(BlockId(number), number, tier, Slot(number)) for number, tier in enumerate(tiers)])
+    ring.begin(
+        StepPlan((), tuple(Source(BlockId(number), number, tier, Slot(number)) for number, tier in enumerate(tiers)))
+    )
     with pytest.raises(BlockLostError):
         next(ring.groups(0))
     is_over.set()
