@@ -231,6 +231,10 @@ class _SplitForward:
         return self._mender.repeat(step, new)
 
     def _one_step(self, arguments: dict[str, Any], new: list[NewColumns]) -> Any:
+        with self._runtime.step_timer.step(new[0].num_columns, is_inner=self._runtime.executor.is_open):
+            return self._run_step(arguments, new)
+
+    def _run_step(self, arguments: dict[str, Any], new: list[NewColumns]) -> Any:
         executor = self._runtime.executor
         self._runtime.stepping_bytes = self._state.untiered.num_bytes
         opened: OpenStep = executor.open(self._batch, new)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.errors import CapacityError, IntegrityError
+from kvtier.metrics import Stall
 from kvtier.placement import Placement
 from kvtier.plan import Plans, StepPlan
 from kvtier.recomputable import Past
@@ -118,7 +119,7 @@ class TierManager(Sequences):
         tail = table.tail
         if tail is None:
             return _Tail.NONE
-        self.placement.settle(tail)
+        self.placement.settle(tail, Stall.TAIL)
         record = self.placement.residency[tail]
         slot = record.copies.get(Tier.GPU)
         is_held = slot is not None and self.placement.is_held(Tier.GPU, slot)  # what is being written must not change
@@ -144,7 +145,7 @@ class TierManager(Sequences):
     def _begin_row(self, table: BlockTable, new: NewColumns, needs: _Tail, reserved: _Reserved) -> RowStep:
         placement, tail, tail_copy = self.placement, table.tail, None
         if tail is not None and needs is not _Tail.IN_PLACE:
-            placement.settle(tail)  # it may itself have been demoted to make this room
+            placement.settle(tail, Stall.TAIL)  # it may itself have been demoted to make this room
         if tail is not None and needs is _Tail.PROMOTE:
             if Tier.GPU not in placement.residency[tail].copies:  # two rows may wait for one tail
                 placement.copy_now(tail, MovePurpose.PROMOTE, self._take())

@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
 from kvtier.types import Tier
+
+
+class Stall(enum.Enum):
+    """What somebody waited for."""
+
+    STREAM_CPU = "stream_cpu"
+    """Attention, for slices of which one of the cpu tier came last."""
+    STREAM_NVME = "stream_nvme"
+    """Attention, for slices of which one of the nvme tier came last, or not in time."""
+    ROOM = "room"
+    """A step (or a session that is brought in), for blocks that leave a tier to make room."""
+    TAIL = "tail"
+    """A step, for its tail: to come back to the gpu tier, to be copied, or for a move that has it."""
+    OTHER = "other"
+    """What is not part of a step: sessions that are kept or left, blocks that are mended, the end."""
+
+    @classmethod
+    def of_stream(cls, tier: Tier) -> Stall:
+        """For slices of that tier."""
+        return cls.STREAM_NVME if tier is Tier.NVME else cls.STREAM_CPU
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Committed steps of one kind."""
+
+    num_steps: int = 0
+    took_s: float = 0.0
+    compute_s: float = 0.0
+    """Of that, without what was waited for."""
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain values."""
+        return {"steps": self.num_steps, "took_s": self.took_s, "compute_s": self.compute_s}
 
 
 @dataclass(slots=True)
@@ -40,12 +75,19 @@ class Metrics:
     recomputed_blocks: int = 0
     dropped_blocks: int = 0
     """Idle blocks whose copies were all given up because no tier had room."""
-    stall_s: float = 0.0
-    """Time that attention or a step's start waited for a transfer."""
+    stalls: dict[Stall, float] = field(default_factory=lambda: dict.fromkeys(Stall, 0.0))
+    """Seconds that were waited for transfers."""
+    decode: StepTimes = field(default_factory=StepTimes)
+    prefill: StepTimes = field(default_factory=StepTimes)
     only_copy_peak_blocks: int = 0
     """The most blocks whose only copy was on the nvme tier."""
     nvme_sole_reads: int = 0
     """Slices and blocks read from the nvme tier that lay nowhere else."""
+
+    @property
+    def stall_s(self) -> float:
+        """All of them together."""
+        return sum(self.stalls.values())
 
     def hit_frac(self, tier: Tier) -> float:
         """Share of all slices that attention read from `tier`; 0.0 before the first."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from kvtier.breaker import Clock
 from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
 from kvtier.labels import Labels, Sealed
-from kvtier.metrics import Metrics, SequenceMetrics
+from kvtier.metrics import Metrics, SequenceMetrics, Stall
 from kvtier.slots import SlotPool
 from kvtier.tier_use import TierUse
 from kvtier.types import (
@@ -125,8 +125,8 @@ class Mover(TierUse):
         if not self.is_readable(Tier.NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s:
             self._pass_deadline()
 
-    def wait(self) -> None:
-        """Wait for at least one result and commit what has arrived.
+    def wait(self, cause: Stall = Stall.OTHER) -> None:
+        """Wait for at least one result and commit what has arrived. `cause`: what for.
 
         If none has within `io_timeout_s`, or the tier hangs already, moves of the nvme tier are in `moves` no longer:
         they hang, and their blocks are where they were.
@@ -142,7 +142,7 @@ class Mover(TierUse):
         has_nvme = any(_is_of_nvme(move) for move in self.moves.values())
         if not results and not has_nvme:  # memory does not hang: it is busy, or the process was stopped meanwhile
             results = self.engine.wait(self.io_timeout_s)
-        self.metrics.stall_s += time.monotonic() - started_s
+        self.metrics.stalls[cause] += time.monotonic() - started_s
         for result in results:
             self._commit(result)
         if not results and not self._pass_deadline():
@@ -151,10 +151,10 @@ class Mover(TierUse):
                 "machine is overloaded or swaps; raise io_timeout_s, or lower the budgets"
             )
 
-    def settle(self, block: BlockId) -> None:
-        """Wait until `block` has no move in flight. Raises as `wait`."""
+    def settle(self, block: BlockId, cause: Stall = Stall.OTHER) -> None:
+        """Wait until `block` has no move in flight. As `wait`."""
         while (record := self.residency.get(block)) is not None and record.move is not None:
-            self.wait()
+            self.wait(cause)
 
     def _pass_deadline(self) -> bool:
         """Wait no longer for moves of the nvme tier, and start no others until they have ended; whether there were any.
@@ -270,7 +270,7 @@ class Mover(TierUse):
         self._outcomes[move.move_id] = None
         try:
             while move.move_id in self.moves:
-                self.wait()
+                self.wait(Stall.TAIL)
         except BaseException:  # a Ctrl-C too: the slot must have an owner
             if purpose is MovePurpose.COPY_TAIL and move.move_id in self.moves:
                 self._abandoned.add(move.move_id)

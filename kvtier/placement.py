@@ -12,7 +12,7 @@ from kvtier.errors import CapacityError
 from kvtier.evictable import Cached, CachedLeaf, Droppable, Evictable
 from kvtier.labels import Labels
 from kvtier.log import logger
-from kvtier.metrics import Metrics
+from kvtier.metrics import Metrics, Stall
 from kvtier.mover import Mover
 from kvtier.prefix import Miss
 from kvtier.slots import SlotPool
@@ -90,7 +90,7 @@ class Placement(Mover):
             if pool.num_free >= num_slots:
                 return
             if self.moves:
-                self.wait()
+                self.wait(Stall.ROOM)
             elif not self._evict_cached(tier, num_slots - pool.num_free) and not self._drop_idle(
                 tier, num_slots - pool.num_free
             ):

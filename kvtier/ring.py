@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ import torch
 
 from kvtier.breaker import Breaker
 from kvtier.errors import BlockLostError, IntegrityError, StoreError, TransferTimeoutError
-from kvtier.metrics import Metrics
+from kvtier.metrics import Metrics, Stall
 from kvtier.plan import Source, StepPlan
 from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
@@ -58,6 +59,8 @@ class _Read:
     """Where in the ring each goes."""
     used: torch.cuda.Event | None
     is_overdue: bool = False
+    ended_s: float = math.inf
+    """When; infinity before."""
 
 
 class SliceRing:
@@ -274,6 +277,7 @@ class SliceRing:
         try:
             self._read(read)
         finally:
+            read.ended_s = time.monotonic()
             with self._changed:
                 del self._running[read]
                 if read.is_overdue and self._breaker is not None:
@@ -305,7 +309,8 @@ class SliceRing:
         if late and all(reads[future].tier is not Tier.NVME for future in late):
             # Memory does not hang: the machine is busy, or the process was stopped meanwhile.
             late = wait(reads, timeout=self._io_timeout_s).not_done
-        self._metrics.stall_s += time.monotonic() - started_s
+        last = max(reads.values(), key=lambda read: (read.ended_s, read.tier))
+        self._metrics.stalls[Stall.of_stream(last.tier)] += time.monotonic() - started_s
         if late:
             self._pass_deadline([reads[future] for future in late])
         del self._reads[number]

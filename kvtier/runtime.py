@@ -27,6 +27,7 @@ from kvtier.quota import Quota
 from kvtier.recomputable import Past
 from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
+from kvtier.step_timer import DeviceMark, StepTimer
 from kvtier.stores.base import Store
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
@@ -37,6 +38,7 @@ from kvtier.turn import Turn
 from kvtier.types import BlockId, IoMode, LayerGroup, Slot, Tier
 
 DIRECT_STREAM_THREADS = 32
+PREFILL_COLUMNS = 32  # a step of so many new columns a row, or of a whole chunk, is prefill in `stats()`
 _LEAVE_WAIT_S = 1.0  # for a step, for reads, and for transfers, one after the other
 
 
@@ -132,6 +134,13 @@ class Runtime:
             if not nvme.persistent and self.labels is not None:  # a share: nothing in it outlives the process
                 self.labels.outlives = False
         engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
+        self.edges = engine.edges
+        self.step_timer = StepTimer(
+            self.metrics,
+            engine.edges.steps,
+            prefill_columns=max(2, min(PREFILL_COLUMNS, self.gpu_budget.max_chunk)),
+            mark=_device_mark(device),
+        )
         self.prefill = Meter()
         """Tokens computed, in steps of many."""
         if isinstance(nvme, NvmeStore) and nvme.io.read_bytes_s is not None:
@@ -325,6 +334,18 @@ class Runtime:
             return  # a store that is being read or written cannot be taken away
         for store in self.stores.values():
             store.close()
+
+
+def _device_mark(device: torch.device) -> Callable[[], DeviceMark] | None:
+    if device.type != "cuda":
+        return None
+
+    def mark() -> DeviceMark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return mark
 
 
 def _forget(files: TimedFiles, slot: Slot) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvtier.bound import measured
 from kvtier.runtime import Runtime
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slab import SlabStore
@@ -38,7 +39,16 @@ def stats(runtime: Runtime) -> dict[str, Any]:
             "prefix_cache": runtime.prefix_cache.as_dict(),
             "untiered_bytes": runtime.untiered_bytes(),
             "stall_s": metrics.stall_s,
+            "bound": _bound(runtime),
         }
+
+
+def _bound(runtime: Runtime) -> dict[str, Any]:
+    metrics, timer = runtime.metrics, runtime.step_timer
+    timer.settle(wait=True)
+    edges = runtime.edges.uses()  # before the clock is read: what is busy in steps is never more than they took
+    kinds = {"decode": metrics.decode.as_dict(), "prefill": metrics.prefill.as_dict()}
+    return measured(timer.took_s(), kinds, edges, {cause.value: s for cause, s in metrics.stalls.items()})
 
 
 def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvtier.edge_meter import EdgeMeters
 from kvtier.errors import ClosedError, NoSpaceError
 from kvtier.load_or_recompute import Meter
 from kvtier.stores.base import Store
@@ -39,6 +40,8 @@ class TransferEngine:
         self._in_flight = 0
         self._running: set[int] = set()
         self._closed = False
+        self.edges = EdgeMeters()
+        """Bytes of KV along each edge, from a move's or a read's begin on its thread to its end."""
         self.nvme_reads = Meter()
         """Bytes read from the nvme tier, blocks and slices."""
 
@@ -126,6 +129,8 @@ class TransferEngine:
 
     def _run(self, move: Move, ready: torch.cuda.Event | None) -> None:
         self._running.add(move.move_id)
+        meter, num_bytes = self.edges[move.source, move.dest], 0
+        began = meter.begin()
         try:
             if ready is None:
                 self._copy(move)
@@ -136,10 +141,12 @@ class TransferEngine:
                     self._copy(move)
                 stream.synchronize()
             result = MoveResult(move, MoveStatus.DONE)
+            num_bytes = self._stores[move.source].shape.block_bytes
         except NoSpaceError as error:
             result = MoveResult(move, MoveStatus.NO_SPACE, str(error), error.available_slots, error.retires_slot)
         except BaseException as error:  # whatever it is, the move must be reported: an unreported one is a hang
             result = MoveResult(move, MoveStatus.FAILED, f"{type(error).__name__}: {error}")
+        meter.end(began, num_bytes)
         self._running.discard(move.move_id)
         self._results.put(result)
 
@@ -178,6 +185,10 @@ class TransferEngine:
         Raises:
             StoreError: as the store's `read_slice`; `out` holds garbage.
         """
+        with self.edges[tier, Tier.GPU].transfer(out.numel()):
+            self._read_slice(tier, slot, layer, out)
+
+    def _read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
         store = self._stores[tier]
         if not out.is_cuda:
             if tier is not Tier.NVME:

@@ -1,57 +1,15 @@
-"""The bound on a decode step and on the first token: the slowest of what has to happen. Predictions, all of them.
+"""The bound on a decode step and on the first token: `kvtier.bound`, predicted. Pure Python.
 
-Each edge carries a number of bytes (or operations) that exact attention cannot do without, at a rate that the doctor
-measured. The edges work at the same time, so the bound is the largest of their times. Pure Python.
+Each edge carries what exact attention cannot do without, at a rate that the doctor measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kvtier.bound import Bound, Edge
 from kvtier.planner.layout import Layout
 from kvtier.planner.rates import Rates
 from kvtier.stores.space_limits import expected_frac
 from kvtier.types import AttentionMode, Tier
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """What one resource has to do, and how fast it is. `amount` is bytes; of `compute` operations."""
-
-    name: str
-    amount: float
-    per_s: float | None
-    """None: the doctor did not measure it."""
-
-    @property
-    def seconds(self) -> float | None:
-        """Time that it takes alone; None where its rate is not known, 0.0 where it has nothing to do."""
-        if not self.amount:
-            return 0.0
-        return None if self.per_s is None else self.amount / self.per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The edges of one thing that is done."""
-
-    edges: tuple[Edge, ...]
-
-    @property
-    def seconds(self) -> float | None:
-        """The largest of the known times; None where none is known."""
-        return max((edge.seconds for edge in self.edges if edge.seconds), default=None)
-
-    @property
-    def binding(self) -> str:
-        """The edge that decides; empty where none is known."""
-        known = [edge for edge in self.edges if edge.seconds]
-        return max(known, key=lambda edge: edge.seconds or 0.0).name if known else ""
-
-    @property
-    def unmeasured(self) -> list[str]:
-        """Edges that have something to do at a rate nobody measured: the truth may be slower by them."""
-        return [edge.name for edge in self.edges if edge.seconds is None]
 
 
 def rows_at_once(layout: Layout, users: int) -> int:

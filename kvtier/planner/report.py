@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import __version__
+from kvtier.bound import Bound
 from kvtier.config import read_config
 from kvtier.errors import ConfigError
-from kvtier.planner.bound import Bound, decode_round, first_token, rows_at_once
+from kvtier.planner.bound import decode_round, first_token, rows_at_once
 from kvtier.planner.layout import Layout, Limit, lay_out
 from kvtier.planner.models import find_card
 from kvtier.planner.rates import HOW, Rates, read_rates

@@ -10,7 +10,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.planner.bound import Bound, rows_at_once
+from kvtier.bound import Bound
+from kvtier.planner.bound import rows_at_once
 from kvtier.planner.report import Plan
 from kvtier.terminal import printable
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import TieredKV
+from kvtier.bound import EdgeUse, measured
 from tests.e2e.families import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,20 @@ def test_stats_are_documented_field_by_field() -> None:
         wanted |= set(tier)
     assert wanted <= words, wanted - words
     assert all(re.fullmatch(r"(gpu|cpu|nvme)_to_(gpu|cpu|nvme)", edge) for edge in stats["bytes_moved"])
+
+
+def test_the_bound_is_documented_field_by_field() -> None:
+    with TieredKV(tiny("llama"), {"block_tokens": 16, "tiers": {"gpu": {"budget": "1MiB"}}}) as tiered:
+        bound = tiered.stats()["bound"]
+    edge = measured(1.0, {}, {"an edge": EdgeUse(1, 1.0, None)}, {})["edges"]["an edge"]
+    fields = {f"bound.{name}" for name in set(bound) - {"edges", "stalls"}} | {"bound.edges.<from>_to_<to>"}
+    fields |= {f"bound.stalls.{cause}" for cause in bound["stalls"]} | {f"bound.edges.….{name}" for name in edge}
+    table = TEXT.partition("| field of `bound` |")[2]
+    words = {word for row in table.splitlines()[2:] for word in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    many = {word: re.fullmatch(r"(.*)\{(.+)\}", word) for word in words}
+    documented = {word for word, found in many.items() if found is None}
+    documented |= {found[1] + name for found in many.values() if found is not None for name in found[2].split(",")}
+    assert documented == fields
 
 
 def test_the_index_has_every_page_and_readme_has_the_index() -> None:

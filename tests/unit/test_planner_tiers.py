@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.bound import Bound, Edge
 from kvtier.config import load_config
 from kvtier.config_files import preset_names
 from kvtier.errors import ConfigError
-from kvtier.planner.bound import Bound, Edge, decode_round, first_token, rows_at_once
+from kvtier.planner.bound import decode_round, first_token, rows_at_once
 from kvtier.planner.layout import lay_out
 from kvtier.types import Tier
 from tests.planning import a_machine, card, config, layout

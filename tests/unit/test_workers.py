@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, NoSpaceError
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
 from kvtier.stores.null import NullStore
@@ -123,3 +123,31 @@ def test_moves_that_have_not_begun_can_be_taken_back_and_memory_goes_on() -> Non
     assert engine.close(10)
     with pytest.raises(ClosedError):
         engine.start([_move(6, Tier.GPU, Tier.CPU)])
+
+
+def test_each_edge_is_metered_and_what_fails_brings_nothing() -> None:
+    class Full(NullStore):
+        def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
+            raise NoSpaceError("as asked", available_slots=0)
+
+    gpu, cpu = CpuStore(SHAPE, 8, pin=False), CpuStore(SHAPE, 8, pin=False)
+    engine = TransferEngine(
+        {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: Full(SHAPE, 8, Tier.NVME)}, 2, torch.device("cpu")
+    )
+    engine.edges.steps.start()
+    engine.start([_move(number, Tier.GPU, Tier.CPU) for number in range(3)])
+    engine.start([_move(number, Tier.GPU, Tier.NVME) for number in range(3, 6)])
+    ended = [result for _ in range(6) if engine.in_flight() for result in engine.wait(10)]
+    assert {result.status for result in ended} == {MoveStatus.DONE, MoveStatus.NO_SPACE}
+    out = torch.empty(SHAPE.slice_bytes, dtype=torch.uint8)
+    engine.read_slice(Tier.CPU, Slot(0), 1, out)
+    with pytest.raises(IndexError):
+        engine.read_slice(Tier.CPU, Slot(0), 2, out)
+    engine.edges.steps.stop()
+    uses = engine.edges.uses()
+    assert set(uses) == {"gpu_to_cpu", "cpu_to_gpu"}  # not gpu_to_nvme, which brought nothing
+    assert uses["gpu_to_cpu"].num_bytes == pytest.approx(3 * SHAPE.block_bytes, abs=1)  # shares are rounded down
+    assert uses["cpu_to_gpu"].num_bytes == pytest.approx(SHAPE.slice_bytes, abs=1)
+    for use in uses.values():
+        assert use.busy_s > 0 and use.peak_bytes_s is not None and use.peak_bytes_s >= use.num_bytes / use.busy_s
+    assert engine.close(10)
