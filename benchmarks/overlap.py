@@ -20,6 +20,9 @@ the step's first transfer, between two, and behind the last. Where the link bind
 What it does not show: what Python and wake-ups take is not 24 times slower, and much of it hides behind what is, so
 that on hardware it weighs more; copies do not disturb each other or the kernels.
 
+With `--virtual` time passes only while everybody waits: the real work takes none, and a busy machine changes nothing.
+That is what the order and the size of transfers alone give.
+
 The methods take turns: one step that is not timed, which may find what was fetched in the pause, and `--steps` that
 are. Run as `python -m kvtier.benchmarks.overlap`. Cost: about 5 minutes; `--quick`, each GPU behind its own link
 alone, under one.
@@ -31,9 +34,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,133 +42,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.benchmarks.command import fill, finish
-from kvtier.benchmarks.models import twin
-from kvtier.benchmarks.overlap_link import Clock, Device, Link, RealClock, stalls
-from kvtier.benchmarks.overlap_methods import LayerAtATime, LruPromotion, Method, Plain, Tiered, spilled
-from kvtier.benchmarks.overlap_model import BLOCK_TOKENS, VOCABULARY, build, set_times
-from kvtier.benchmarks.overlap_shapes import LATENCY_S, TIME_SCALE, Case, card, cases
+from kvtier.benchmarks.overlap_clock import Clock, RealClock, VirtualClock
+from kvtier.benchmarks.overlap_run import MAX_STEPS, METHODS, Bench, StepTimes
+from kvtier.benchmarks.overlap_shapes import TIME_SCALE, Case, card, cases
 
 TARGET_RATIO, AIM_RATIO = 1.12, 1.05
 MAX_LOGIT_DIFF = 1e-4
-METHODS = ("kvtier", "layer_at_a_time", "lru_promotion")
-MAX_STEPS = BLOCK_TOKENS - 2  # then the tail is full, and blocks change place
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """One step, in seconds."""
-
-    wall: float
-    stalls: dict[str, float]
-    idle: dict[str, float]
-    """Of the link up."""
-    late: float
-    """What the real work took longer than the simulated."""
-    own_stall: float
-    up_bytes: int
-    down_bytes: int
-
-
-def timed_step(method: Method, token: torch.Tensor, device: Device, logits: list[torch.Tensor]) -> StepTimes:
-    """One token, with device and link on."""
-    link, own_before_s, clock = method.link, method.stall_s(), device.clock
-    carried = (0, 0) if link is None else (link.up.carried_bytes, link.down.carried_bytes)
-    started_s = clock.now()
-    logits.append(method.feed(token))
-    ended_s = clock.now()
-    idle, up, down = dict.fromkeys(("before", "between", "behind"), 0.0), 0, 0
-    if link is not None:
-        idle = idle_times(link.up.busy, started_s, ended_s)
-        up, down = link.up.carried_bytes - carried[0], link.down.carried_bytes - carried[1]
-    late_s, own_s = sum(part.late_s for part in device.parts), method.stall_s() - own_before_s
-    return StepTimes(ended_s - started_s, stalls(device.parts, link), idle, late_s, own_s, up, down)
-
-
-def idle_times(busy: Sequence[tuple[float, float]], started_s: float, ended_s: float) -> dict[str, float]:
-    """What of a step the link had nothing to do: before its first transfer, between two, behind the last."""
-    inside = [(max(a, started_s), min(b, ended_s)) for a, b in busy if b > started_s and a < ended_s]
-    if not inside:
-        return {"before": ended_s - started_s, "between": 0.0, "behind": 0.0}
-    before, behind = inside[0][0] - started_s, ended_s - inside[-1][1]
-    used = sum(b - a for a, b in inside)
-    return {"before": before, "between": ended_s - started_s - used - before - behind, "behind": behind}
-
-
-@dataclass
-class Bench:
-    """All methods of one case, each with the same tokens fed, ready to go on."""
-
-    case: Case
-    device: Device
-    methods: dict[str, Method]
-    ids: torch.Tensor
-    """What is fed from here on."""
-    spilled_bytes: int
-    """What a step has to bring up."""
-
-    @staticmethod
-    def build(case: Case, num_layers: int, clock: Clock, time_scale: float) -> Bench:
-        """Everything is prefilled, without waiting for device and link."""
-        device = Device(clock)
-        model = build(num_layers, device)
-        set_times(model, case.layer_s * time_scale, case.head_s * time_scale)
-        own = twin(model)
-        num_held = case.num_blocks * BLOCK_TOKENS + 1
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(VOCABULARY, (1, num_held + MAX_STEPS), generator=generator)
-        slice_bytes = BLOCK_TOKENS * 2 * model.config.head_dim * 4
-        speed = slice_bytes / (case.slice_bytes / case.link_bytes_s * time_scale)
-        links = {name: Link(speed, LATENCY_S * time_scale, clock) for name in METHODS}
-        tiered = spilled(own, case.num_blocks, case.num_spilled, ids[:, :num_held], links["kvtier"])
-        others = twin(model)
-        both_ways = LayerAtATime(others.config, links["layer_at_a_time"], device)
-        promoting = LruPromotion(others.config, links["lru_promotion"], device, tiered.num_slots)
-        methods: dict[str, Method] = {
-            "resident": Tiered(model, case.num_blocks + 1),
-            "plain": Plain(others),
-            "kvtier": tiered,
-            "layer_at_a_time": Plain(others, both_ways, both_ways.link),
-            "lru_promotion": Plain(others, promoting, promoting.link),
-        }
-        for name, method in methods.items():
-            if name != "kvtier":
-                method.feed(ids[:, :num_held])
-        return Bench(case, device, methods, ids[:, num_held:], num_layers * case.num_spilled * slice_bytes)
-
-    def run(self, num_turns: int, num_steps: int) -> dict[str, list[StepTimes]]:
-        """Turns of one step that is not timed and `num_steps` that are; every method in another place each time.
-
-        `logits` then has those of every step.
-        """
-        times: dict[str, list[StepTimes]] = {name: [] for name in self.methods}
-        self.logits: dict[str, list[torch.Tensor]] = {name: [] for name in self.methods}
-        names = list(self.methods)
-        for number in range(num_turns):
-            at = number % len(names)
-            for name in names[at:] + names[:at]:
-                method, first = self.methods[name], number * (num_steps + 1)
-                tokens = self.ids[:, first : first + num_steps + 1].split(1, dim=1)
-                with self._on(method.link):
-                    steps = [timed_step(method, token, self.device, self.logits[name]) for token in tokens]
-                times[name] += steps[1:]
-        return times
-
-    @contextmanager
-    def _on(self, link: Link | None) -> Iterator[None]:
-        self.device.link, self.device.is_on = link, True
-        if link is not None:
-            link.is_on = True
-            link.due.clear()
-            link.up.busy.clear()
-        yield
-        self.device.link, self.device.is_on = None, False
-        if link is not None:
-            link.is_on = False
-
-    def close(self) -> None:
-        """Let go of everything."""
-        for method in self.methods.values():
-            method.close()
 
 
 def to_rows(bench: Bench, times: dict[str, list[StepTimes]]) -> list[dict[str, Any]]:
@@ -179,7 +59,7 @@ def to_rows(bench: Bench, times: dict[str, list[StepTimes]]) -> list[dict[str, A
     transfer = bench.spilled_bytes / link.up.bytes_per_s * 1e3
     bound = max(compute, transfer)
     rows = []
-    for name in METHODS:
+    for name in (name for name in METHODS if name in times):
         steps = times[name]
         step = _median_ms(each.wall for each in steps)
         stall = _median_ms(sum(each.stalls.values()) for each in steps)
@@ -230,15 +110,15 @@ def _medians_ms(each: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def measure(
-    case: Case, *, num_turns: int, num_steps: int, num_layers: int | None = None, clock: Clock | None = None,
-    time_scale: float = TIME_SCALE,
+    case: Case, *, num_turns: int, num_steps: int, clock: Clock, num_layers: int | None = None,
+    time_scale: float = TIME_SCALE, methods: Sequence[str] = METHODS,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One case's rows."""
     if num_turns * (num_steps + 1) > MAX_STEPS:
         raise ValueError(f"{num_turns} turns of {num_steps + 1} steps: {MAX_STEPS} in all, then the tail is full")
     num_layers = card().num_full if num_layers is None else num_layers
     with torch.no_grad():
-        bench = Bench.build(case, num_layers, RealClock() if clock is None else clock, time_scale)
+        bench = Bench.build(case, num_layers, clock, time_scale, methods)
         try:
             return to_rows(bench, bench.run(num_turns, num_steps))
         finally:
@@ -267,20 +147,28 @@ def table(document: dict[str, Any]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, then one JSON document as the last line. 1 if logits were not the plain cache's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3, help="of each method in each case")
-    parser.add_argument("--steps", type=int, default=2, help="that are timed in a turn; in all at least 5")
+    parser.add_argument("--turns", type=int, default=2, help="of each method in each case")
+    parser.add_argument("--steps", type=int, default=3, help="that are timed in a turn; in all at least 5")
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma list; kvtier is always among them")
+    parser.add_argument("--virtual", action="store_true", help="count waits alone: what the real work takes is nothing")
     parser.add_argument("--quick", action="store_true", help="each GPU behind its own link, balanced")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--json", action="store_true", help="only the JSON document on standard output")
     options = parser.parse_args(arguments)
     if options.turns * options.steps < 5 or options.turns * (options.steps + 1) > MAX_STEPS:
         parser.error(f"--turns x --steps: at least 5, and x (--steps + 1) at most {MAX_STEPS}")
+    methods = {"kvtier", *options.methods.split(",")}
+    if unknown := methods - {*METHODS}:
+        parser.error(f"--methods: {', '.join(unknown)} is none of {', '.join(METHODS)}")
     torch.set_num_threads(options.threads)
     load_before, console, rows = os.getloadavg()[0], Console(stderr=True), list[dict[str, Any]]()
+    clock: Clock = VirtualClock() if options.virtual else RealClock()
     for case in cases(("balanced",), own_links=True) if options.quick else chosen():
         with console.status(f"{case.gpu.name}, {case.link_bytes_s / 1e9:.0f} GB/s, {case.load}"):
-            rows += measure(case, num_turns=options.turns, num_steps=options.steps)
+            rows += measure(case, num_turns=options.turns, num_steps=options.steps, clock=clock, methods=[*methods])
+    clock.close()
     document = {"benchmark": "overlap", "rows": rows, "time_scale": TIME_SCALE, "aim_ratio": AIM_RATIO}
+    document["clock"] = "virtual" if options.virtual else "real"
     finish(document, [table(document)], options, load_before)
     return 0 if all(row["is_exact"] for row in rows) else 1
 

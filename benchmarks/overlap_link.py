@@ -11,47 +11,15 @@ launches of a GPU's kernels do.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from kvtier.benchmarks.overlap_clock import Clock
 from kvtier.stores.base import Store
 from kvtier.types import Slot, SlotLabel
-
-SPIN_S = 100e-6
-"""How long before its time a wait stops sleeping: longer than this kernel wakes late (about 60 us)."""
-
-
-class Clock(Protocol):
-    """Seconds, and a wait until then."""
-
-    def now(self) -> float:
-        """Seconds, of any origin."""
-        ...
-
-    def wait_until(self, at_s: float) -> None:
-        """Return at `at_s`, or at once if that has passed."""
-        ...
-
-
-class RealClock:
-    """Waits to within microseconds on an idle machine: sleeps, then gives up its turn again and again.
-
-    `sleep(0)` lets go of the interpreter's lock, so that others who wait for their time get it.
-    """
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def wait_until(self, at_s: float) -> None:
-        left_s = at_s - time.monotonic()
-        if left_s > SPIN_S:
-            time.sleep(left_s - SPIN_S)
-        while time.monotonic() < at_s:
-            time.sleep(0)
 
 
 class Direction:

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from kvtier.benchmarks import overlap
-from kvtier.benchmarks.overlap_link import Device, Direction, Link, LinkedStore, Part, RealClock, stalls
+from kvtier.benchmarks.overlap_clock import RealClock, VirtualClock
+from kvtier.benchmarks.overlap_link import Device, Direction, Link, LinkedStore, Part, stalls
 from kvtier.benchmarks.overlap_methods import LayerAtATime, LruPromotion, Plain
 from kvtier.benchmarks.overlap_model import BLOCK_TOKENS, VOCABULARY, build, set_times
-from kvtier.benchmarks.overlap_shapes import GPUS, LINKS, Case, card, cases
+from kvtier.benchmarks.overlap_run import METHODS, idle_times
+from kvtier.benchmarks.overlap_shapes import GPUS, LATENCY_S, LINKS, Case, card, cases
 from kvtier.stores.cpu import CpuStore
 from kvtier.types import BlockShape, Slot
 
@@ -34,6 +36,9 @@ class FakeClock:
     def wait_until(self, at_s: float) -> None:
         with self._lock:
             self.now_s = max(self.now_s, at_s)
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 # -- the link ---------------------------------------------------------------------------------------------------------
@@ -117,6 +122,43 @@ def test_a_store_behind_a_link_gives_its_bytes_and_says_what_layer_needs_them() 
     assert inner.used_bytes() == store.used_bytes() == 0
 
 
+def test_virtual_time_passes_for_all_who_wait_in_order_and_for_nothing_else() -> None:
+    clock = VirtualClock()
+    woken: list[tuple[float, float]] = []
+
+    def wait(*times: float) -> None:
+        for at_s in times:
+            clock.wait_until(at_s)
+            woken.append((at_s, clock.now()))
+
+    threads = [threading.Thread(target=wait, args=times) for times in ((1.0, 500.0), (2.0, 3.0), (3.0,))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert woken[0] == (1.0, 1.0) and woken[-1] == (500.0, 500.0), "whatever real time that is"
+    assert [now for _, now in woken] == sorted(now for _, now in woken) and all(at == now for at, now in woken)
+    sum(range(200_000))  # work takes none of it
+    assert clock.now() == 500.0
+    clock.wait_until(400.0)
+    assert clock.now() == 500.0
+    clock.close()
+    clock.wait_until(600.0)  # nobody moves it any more, and nobody hangs
+    assert not clock._thread.is_alive()
+
+
+def test_closing_a_virtual_clock_lets_go_of_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    monkeypatch.setattr(clock, "_all_sleep", lambda own: False)  # somebody is busy
+    waiting = threading.Thread(target=clock.wait_until, args=(1.0,))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    clock.close()
+    waiting.join(30)
+    assert not waiting.is_alive() and clock.now() == 0.0
+
+
 # -- the device -------------------------------------------------------------------------------------------------------
 
 
@@ -177,9 +219,9 @@ def test_stalls_are_told_by_cause_and_add_up() -> None:
 
 def test_a_link_is_idle_before_between_and_behind_its_transfers() -> None:
     busy = [(0.0, 2.0), (2.5, 3.0), (3.0, 4.0), (9.0, 10.0)]
-    assert overlap.idle_times(busy, 1.0, 6.0) == pytest.approx({"before": 0.0, "between": 0.5, "behind": 2.0})
-    assert overlap.idle_times(busy, 2.25, 9.5) == pytest.approx({"before": 0.25, "between": 5.0, "behind": 0.0})
-    assert overlap.idle_times(busy, 5.0, 8.0) == pytest.approx({"before": 3.0, "between": 0.0, "behind": 0.0})
+    assert idle_times(busy, 1.0, 6.0) == pytest.approx({"before": 0.0, "between": 0.5, "behind": 2.0})
+    assert idle_times(busy, 2.25, 9.5) == pytest.approx({"before": 0.25, "between": 5.0, "behind": 0.0})
+    assert idle_times(busy, 5.0, 8.0) == pytest.approx({"before": 3.0, "between": 0.0, "behind": 0.0})
 
 
 # -- proportions ------------------------------------------------------------------------------------------------------
@@ -284,7 +326,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_every_method_gives_the_plain_caches_logits_and_moves_what_it_says(rows: list[dict[str, Any]]) -> None:
-    assert [row["method"] for row in rows] == list(overlap.METHODS)
+    assert [row["method"] for row in rows] == list(METHODS)
     assert all(row["is_exact"] and row["max_logit_diff"] < 1e-4 and row["num_steps"] == 6 for row in rows)
     kvtier, both_ways, lru = rows
     assert kvtier["up_ratio"] == pytest.approx(1.0) and kvtier["down_ratio"] == 0.0, "what is spilled, and no more"
@@ -307,7 +349,25 @@ def test_a_rows_parts_add_up(rows: list[dict[str, Any]]) -> None:
 
 def test_more_steps_than_the_tail_takes_are_refused() -> None:
     with pytest.raises(ValueError, match="then the tail is full"):
-        overlap.measure(cases()[0], num_turns=10, num_steps=5)
+        overlap.measure(cases()[0], num_turns=10, num_steps=5, clock=FakeClock())
+
+
+def test_in_virtual_time_kvtier_is_at_the_bound_but_for_the_steps_boundary() -> None:
+    """The real ring and its threads, by a clock that neither they nor the machine can hurry or delay."""
+    case = Case(GPUS[1], 12e9, "deep", num_blocks=8, num_spilled=4)
+    clock = VirtualClock()
+    (row,) = overlap.measure(
+        case, num_turns=2, num_steps=3, num_layers=LAYERS, clock=clock, time_scale=1.0, methods=["kvtier"]
+    )
+    clock.close()
+    assert (
+        row["is_exact"] and row["up_ratio"] == pytest.approx(1.0) and row["overhead_ms"] == pytest.approx(0, abs=1e-6)
+    )
+    assert row["compute_ms"] == pytest.approx((LAYERS * case.layer_s + case.head_s) * 1e3)
+    assert row["transfer_ms"] == pytest.approx(LAYERS * case.layer_transfer_s * 1e3)
+    # Where the link binds, what is lost is the time that it has nothing to do.
+    assert row["lost_ms"] == pytest.approx(sum(row["link_idle_ms"].values()), rel=0.01)
+    assert row["lost_ms"] <= (case.layer_s + case.head_s + LAYERS * 4 * LATENCY_S) * 1e3 + 1e-6
 
 
 def test_logits_that_differ_are_an_exit_status(
@@ -322,6 +382,12 @@ def test_logits_that_differ_are_an_exit_status(
     monkeypatch.setattr(overlap, "measure", lambda case, **_: [*rows, rows[0] | {"is_exact": False}])
     assert overlap.main(["--quick"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+
+
+def test_a_method_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        overlap.main(["--methods", "kvtier,magic"])
+    assert "magic is none of kvtier, layer_at_a_time, lru_promotion" in capsys.readouterr().err
 
 
 def test_medians_of_fewer_than_five_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
