@@ -71,6 +71,8 @@ class Bench:
     spilled_bytes: int
     """What a step has to bring up."""
 
+    simulated_s: float
+    """What the parts of a step are told to take."""
     logits: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """By method, of every step so far."""
 
@@ -102,7 +104,9 @@ class Bench:
         for name, method in methods.items():
             if name != "kvtier":
                 method.feed(ids[:, :num_held])
-        return Bench(case, device, methods, ids[:, num_held:], num_layers * case.num_spilled * slice_bytes)
+        spilled_bytes = num_layers * case.num_spilled * slice_bytes
+        simulated_s = (num_layers * case.layer_s + case.head_s) * time_scale
+        return Bench(case, device, methods, ids[:, num_held:], spilled_bytes, simulated_s)
 
     def run(self, num_turns: int, num_steps: int) -> dict[str, list[StepTimes]]:
         """Turns of one step that is not timed and `num_steps` that are; every method in another place each time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvtier.benchmarks.overlap_clock import RealClock, VirtualClock
 from kvtier.benchmarks.overlap_link import Device, Direction, Link, LinkedStore, Part, stalls
 from kvtier.benchmarks.overlap_methods import LayerAtATime, LruPromotion, Plain
 from kvtier.benchmarks.overlap_model import BLOCK_TOKENS, VOCABULARY, build, set_times
-from kvtier.benchmarks.overlap_run import METHODS, idle_times
+from kvtier.benchmarks.overlap_run import METHODS, Bench, idle_times
 from kvtier.benchmarks.overlap_shapes import GPUS, LATENCY_S, LINKS, Case, card, cases
 from kvtier.stores.cpu import CpuStore
 from kvtier.types import BlockShape, Slot
@@ -364,10 +365,33 @@ def test_in_virtual_time_kvtier_is_at_the_bound_but_for_the_steps_boundary() -> 
         row["is_exact"] and row["up_ratio"] == pytest.approx(1.0) and row["overhead_ms"] == pytest.approx(0, abs=1e-6)
     )
     assert row["compute_ms"] == pytest.approx((LAYERS * case.layer_s + case.head_s) * 1e3)
+    assert row["compute_ms"] == pytest.approx(row["simulated_ms"]) and row["is_quiet"]
     assert row["transfer_ms"] == pytest.approx(LAYERS * case.layer_transfer_s * 1e3)
     # Where the link binds, what is lost is the time that it has nothing to do.
     assert row["lost_ms"] == pytest.approx(sum(row["link_idle_ms"].values()), rel=0.01)
     assert row["lost_ms"] <= (case.layer_s + case.head_s + LAYERS * 4 * LATENCY_S) * 1e3 + 1e-6
+
+
+def test_a_resident_step_that_took_longer_than_its_parts_is_noise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noisy = _row_where_resident_took(1.06)
+    assert not noisy["is_quiet"] and _row_where_resident_took(1.04)["is_quiet"]
+    monkeypatch.setattr(overlap, "measure", lambda case, **_: [noisy])
+    overlap.main(["--quick", "--json"])
+    assert "NOISY" in capsys.readouterr().err
+
+
+def _row_where_resident_took(factor: float) -> dict[str, Any]:
+    """Of kvtier, whose resident steps took `factor` times what their parts were told to take."""
+    case = Case(GPUS[0], 25e9, "balanced", num_blocks=8, num_spilled=3)
+    with torch.no_grad():
+        bench = Bench.build(case, 1, FakeClock(), 1.0, ["kvtier"])
+        times = bench.run(1, 5)
+        times["resident"] = [replace(each, wall=factor * bench.simulated_s) for each in times["resident"]]
+        (row,) = overlap.to_rows(bench, times)
+        bench.close()
+    return row
 
 
 def test_logits_that_differ_are_an_exit_status(
