@@ -22,6 +22,9 @@ from kvtier.hf import cache_keyword, describe
 from kvtier.lower_tiers import gpu_budget
 from kvtier.types import Tier
 
+NUM_WARM = 3
+"""Steps of one token each after which kvtier reads ahead, for it has seen that it does the same again and again."""
+
 
 class Method(ABC):
     """One way to hold the K and V of one sequence. Fed with the same tokens as all others.
@@ -81,7 +84,7 @@ class Tiered(Method):
         if link is not None:
             self._runtime.interpose(Tier.CPU, lambda store: LinkedStore(store, link))
         self._cache = self._tiered.new_cache()
-        self._num_layers = self._runtime.group.shape.num_layers
+        self.num_layers = self._runtime.group.shape.num_layers
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._tiered(ids, cache=self._cache, logits_to_keep=1).logits
@@ -152,18 +155,19 @@ def spilled(model: Any, num_blocks: int, num_spilled: int, ids: torch.Tensor, li
     """kvtier with `ids` fed, of whose full blocks exactly `num_spilled` are streamed in each step, and nothing moves.
 
     Args:
-        ids: `[1, n]`, of `num_blocks` full blocks and at least one token, which is fed last.
+        ids: `[1, n]`, of `num_blocks` full blocks and more than `NUM_WARM` tokens.
 
     Raises RuntimeError: no number of gpu slots does that.
     """
     resident = num_blocks - num_spilled
     for num_slots in range(resident + 1, resident + 6):
         found = Tiered(model, num_blocks, num_slots, link)
-        found.feed(ids[:, :-1])
+        found.feed(ids[:, :-NUM_WARM])
         found.settle()
-        before = found.num_streamed()
-        found.feed(ids[:, -1:])
-        if found.num_streamed() - before == num_spilled * found._num_layers:
+        for token in ids[:, -NUM_WARM:].split(1, dim=1):
+            before = found.num_streamed()
+            found.feed(token)
+        if found.num_streamed() - before == num_spilled * found.num_layers:
             return found
         found.close()
     raise RuntimeError(f"kvtier streams {num_spilled} of {num_blocks} blocks at no number of gpu slots")

@@ -11,12 +11,12 @@ import torch
 from kvtier.benchmarks.models import twin
 from kvtier.benchmarks.overlap_clock import Clock
 from kvtier.benchmarks.overlap_link import Device, Link, stalls
-from kvtier.benchmarks.overlap_methods import LayerAtATime, LruPromotion, Method, Plain, Tiered, spilled
+from kvtier.benchmarks.overlap_methods import NUM_WARM, LayerAtATime, LruPromotion, Method, Plain, Tiered, spilled
 from kvtier.benchmarks.overlap_model import BLOCK_TOKENS, VOCABULARY, build, set_times
 from kvtier.benchmarks.overlap_shapes import LATENCY_S, Case
 
 METHODS = ("kvtier", "layer_at_a_time", "lru_promotion")
-MAX_STEPS = BLOCK_TOKENS - 2  # then the tail is full, and blocks change place
+MAX_STEPS = BLOCK_TOKENS - NUM_WARM - 2  # then the tail is full, and blocks change place
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Bench:
         model = build(num_layers, device)
         set_times(model, case.layer_s * time_scale, case.head_s * time_scale)
         own = twin(model)
-        num_held = case.num_blocks * BLOCK_TOKENS + 1
+        num_held = case.num_blocks * BLOCK_TOKENS + 1 + NUM_WARM
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(VOCABULARY, (1, num_held + MAX_STEPS), generator=generator)
         slice_bytes = BLOCK_TOKENS * 2 * model.config.head_dim * 4
@@ -102,8 +102,9 @@ class Bench:
         }
         methods = {name: method for name, method in methods.items() if name not in METHODS or name in chosen}
         for name, method in methods.items():
-            if name != "kvtier":
-                method.feed(ids[:, :num_held])
+            if name != "kvtier":  # which has been
+                for tokens in ids[:, :num_held].split([num_held - NUM_WARM, *[1] * NUM_WARM], dim=1):
+                    method.feed(tokens)
         spilled_bytes = num_layers * case.num_spilled * slice_bytes
         simulated_s = (num_layers * case.layer_s + case.head_s) * time_scale
         return Bench(case, device, methods, ids[:, num_held:], spilled_bytes, simulated_s)
