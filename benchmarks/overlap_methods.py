@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
