@@ -77,6 +77,14 @@ def way_of(case: Case) -> Way:
     return _probed(Case(case.device, case.dtype, case.dim, 256 if paged else 96, case.causal))
 
 
+def kernels_for(device: torch.device, dtype: torch.dtype, dim: int, block_tokens: int) -> dict[str, str]:
+    """The kernels that a model's steps will use, by what they are used for, probed now; empty but on CUDA."""
+    if device.type != "cuda":
+        return {}
+    uses = {"blocks": (block_tokens, False), "tails": (1, False), "new_tokens": (1, True)}
+    return {use: way_of(Case(device, dtype, dim, length, causal)).value for use, (length, causal) in uses.items()}
+
+
 @functools.lru_cache(maxsize=64)
 def _probed(case: Case) -> Way:
     found, reasons = probe(case)

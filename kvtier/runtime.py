@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvtier import attention_cuda
 from kvtier.config import KVTierConfig
 from kvtier.cuda_device import open_device
 from kvtier.device import Device
@@ -184,10 +185,14 @@ class Runtime:
                 breaker=self.placement.breakers.get(Tier.NVME),
             )
             self.placement.leave_slot = ring.leave
+        self.attention_kernels = attention_cuda.kernels_for(
+            device.torch_device, dtype, shape.key_dim, shape.block_tokens
+        )
+        """Which kernel attends to what; empty without CUDA."""
         budget = self.gpu_budget
         limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
         slabs = {t: LayerViews.of(s, dtype) for t, s in self.stores.items() if isinstance(s, SlabStore)}
-        share = HostShare(config.host_attention, is_on_host=device.type == "cpu")
+        share = HostShare(config.host_attention, is_on_host=not device.is_async)
         self.executor = StepExecutor(group, self.manager, slabs, ring, self.metrics, self.mode, limits, share)
         for tier, store in self.stores.items():
             logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)

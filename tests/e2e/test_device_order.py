@@ -95,12 +95,12 @@ def _device(monkeypatch: pytest.MonkeyPatch, seed: int, leaves_out: Collection[W
     return device
 
 
-@pytest.mark.parametrize(("mode", "first"), [*(("blockwise", n) for n in range(0, 48, 8)), ("gathered", 48)])
+@pytest.mark.parametrize(("mode", "first"), [*(("blockwise", n) for n in range(0, 28, 4)), ("gathered", 28)])
 def test_every_schedule_gives_the_same_logits(
     model: LlamaForCausalLM, prompts: list[torch.Tensor], plain: list[list[torch.Tensor]],
     monkeypatch: pytest.MonkeyPatch, mode: str, first: int,
 ) -> None:  # fmt: skip
-    for seed in range(first, first + 8):
+    for seed in range(first, first + 4):
         device = _device(monkeypatch, seed)
         run = Run(model, prompts, device, attention=mode)
         assert run.difference(plain) <= ROUNDING, f"seed {seed}"
@@ -129,7 +129,7 @@ def test_the_calls_that_users_make_are_in_order_too(
     """A batch that is cropped, forked and generated on."""
     ids = torch.cat(prompts)
     wanted = _batch(model, DynamicCache(config=model.config), ids)
-    for seed in range(8):
+    for seed in range(4):
         device = _device(monkeypatch, seed)
         with TieredKV(model, CONFIG | {"tiers": {**CONFIG["tiers"], "gpu": {"budget": "56KiB"}}}) as tiered:
             _poison(tiered)
@@ -146,7 +146,7 @@ def test_the_calls_that_users_make_are_in_order_too(
 def _batch(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits of both rows: a prompt, then 30 tokens less of it, then other tokens in their place, then one."""
     logits = [model(ids[:, :90], cache=cache).logits]
-    cache.crop(60)
+    cache.crop(-30)
     for piece in ids[:, 60:].flip(1).split((25, 1, ids.shape[1] - 86), 1):
         logits.append(model(piece, cache=cache).logits)
     return torch.cat(logits, 1)
