@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 
 import torch
 
-from kvtier.budget import split_gpu_budget
-from kvtier.errors import BudgetError
+from kvtier.budget import gpu_bytes_for
 from kvtier.hf import describe
 from kvtier.hf.tiny import VOCABULARY, plain_cache, tiny_llama
 from kvtier.model import TieredKV
@@ -59,24 +57,18 @@ class Way:
     def _gpu_bytes(self, group: LayerGroup, rows: int, num_tokens: int) -> int:
         """The least with slots for the blocks that a chunk fills, and in gathered mode room for a layer."""
         shape, mode = group.shape, AttentionMode(self.mode)
-        wanted = 1 + (1 + -(-_CHUNK // self.block_tokens)) * rows
         layer_bytes = shape.token_bytes // shape.num_layers * rows * num_tokens + 256
-        for budget in itertools.count(shape.block_bytes, shape.block_bytes):
-            with contextlib.suppress(BudgetError):
-                split = split_gpu_budget(
-                    budget,
-                    shape,
-                    slot_bytes=slot_bytes(shape),
-                    heads=group.heads,
-                    prefill_chunk=_CHUNK,
-                    mode=mode,
-                    streams=True,
-                    wide=group.is_wide,
-                )
-                room = mode is AttentionMode.BLOCKWISE or split.gather_bytes >= layer_bytes
-                if split.num_slots >= wanted and room:  # blockwise shortens chunks whose scratch has no room
-                    return budget
-        raise AssertionError  # itertools.count does not end
+        return gpu_bytes_for(
+            1 + (1 + -(-_CHUNK // self.block_tokens)) * rows,
+            shape,
+            gather_bytes=layer_bytes if mode is AttentionMode.GATHERED else 0,
+            slot_bytes=slot_bytes(shape),
+            heads=group.heads,
+            prefill_chunk=_CHUNK,
+            mode=mode,
+            streams=True,
+            wide=group.is_wide,
+        )
 
 
 def compare(way: Way, course: Course, folder: Path, rows: int, num_blocks: int) -> Figures:

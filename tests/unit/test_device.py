@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 
 import pytest
 import torch
 
-from kvtier.attention import Kernel, finish, pack, partial_attention
 from kvtier.device import DONE, HostDevice, StagingPool
 from kvtier.errors import IntegrityError
-from kvtier.metrics import Metrics
-from kvtier.plan import Source
-from kvtier.policies.next_layers import NextLayers
-from kvtier.ring import SliceRing
-from kvtier.stores.base import Store
-from kvtier.stores.cpu import CpuStore, touch
-from kvtier.stores.gpu import GpuStore
+from kvtier.stores.cpu import touch
 from kvtier.stores.staging import page_aligned
 from kvtier.testing import FakeDevice, Wait
-from kvtier.transfer import TransferEngine
-from kvtier.types import BlockId, BlockShape, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
+from tests.device_house import attend_over_tiers
 
-SHAPE = BlockShape(num_layers=3, kv_heads=2, block_tokens=4, key_dim=8, value_dim=8, element_bytes=4)
 LAGS = (0.02, 5.0, 5.0)
 """Kernels far behind the host, copies at once."""
-
-
-class FileLike(Store):
-    """What is no slab: reads go through staging."""
-
-    tier = Tier.NVME
-
-    def __init__(self, shape: BlockShape, num_slots: int) -> None:
-        self.shape, self.num_slots = shape, num_slots
-        self.bytes = torch.zeros(num_slots, shape.block_bytes, dtype=torch.uint8)
-
-    def write(self, slot: Slot, block: torch.Tensor, label: object = None) -> None:
-        self.bytes[slot].copy_(block)
-
-    def read(self, slot: Slot, out: torch.Tensor) -> None:
-        out.copy_(self.bytes[slot])
-
-    def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
-        out.copy_(self.bytes[slot].view(self.shape.num_layers, -1)[layer])
-
-    def used_bytes(self) -> int:
-        return self.bytes.numel()
-
-    def check_integrity(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 # -- the fake's own rules ---------------------------------------------------------------------------------------------
@@ -166,100 +128,25 @@ def test_touching_leaves_zeros_on_every_page(num_bytes: int, num_threads: int) -
 # -- ring, engine and attention ---------------------------------------------------------------------------------------
 
 
-def _house(seed: int, leaves_out: Collection[Wait] = (), hurries: Collection[float] | None = None) -> float:
-    """Two steps over eight streamed blocks, with moves between them; how far attention is from the definition.
-
-    Before the first, four blocks go down from the gpu tier, straight behind the kernels that write them; between the
-    steps, two come up into slots that kernels of the first step still read.
-    """
-    device, generator = FakeDevice(seed, leaves_out, hurries), torch.Generator().manual_seed(seed)
-    gpu = GpuStore(SHAPE, 4, torch.float32, torch.device("cpu"))
-    cpu, files = CpuStore(SHAPE, 6, pin=False), FileLike(SHAPE, 4)
-    gpu.slab().fill_(0xFF)
-    engine = TransferEngine({Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: files}, 2, device)
-    ring = SliceRing(
-        SHAPE, 5, torch.float32, device, read_slice=engine.read_slice, prefetch=NextLayers(depth=2), metrics=Metrics(),
-        num_threads=2, io_timeout_s=20.0,
-    )  # fmt: skip
-    ring._bytes.fill_(0xFF)
-    content = torch.randn(
-        8, SHAPE.num_layers, 2, 2, 4, 8, generator=generator
-    )  # block, layer, K or V, head, token, dim
-    queries = torch.randn(2, SHAPE.num_layers, 1, 4, 1, 8, generator=generator)
-    for number in range(4):
-        files.write(Slot(number), content[4 + number].reshape(-1).view(torch.uint8))
-    kernel, outputs = Kernel(8**-0.5), []
-
-    def settle(*moves: Move) -> None:
-        engine.start(moves)
-        done: list[MoveResult] = []
-        while len(done) < len(moves):
-            done += engine.wait(20.0)
-        assert [result.status for result in done] == [MoveStatus.DONE] * len(moves), done
-
-    def move(number: int, source: Tier, source_slot: int, dest: Tier, dest_slot: int) -> Move:
-        purpose = MovePurpose.DEMOTE if source < dest else MovePurpose.PROMOTE
-        return Move(number, BlockId(number), purpose, source, Slot(source_slot), dest, Slot(dest_slot))
-
-    places = [*((Tier.CPU, number) for number in range(4)), *((Tier.NVME, number) for number in range(4))]
-    with torch.no_grad(), device.kernels():
-        for number in range(4):
-            for layer in range(SHAPE.num_layers):
-                gpu.keys[layer][number].copy_(content[number, layer, 0])
-                gpu.values[layer][number].copy_(content[number, layer, 1])
-        settle(*(move(number, Tier.GPU, number, Tier.CPU, number) for number in range(4)))
-        for step in range(2):
-            ring.begin(
-                [
-                    Source(BlockId(n), n, tier, Slot(slot))
-                    for n, (tier, slot) in enumerate(places)
-                    if tier is not Tier.GPU
-                ]
-            )
-            for layer in range(SHAPE.num_layers):
-                query = pack(queries[step, layer], 2)
-                parts = [
-                    partial_attention(
-                        query, gpu.keys[layer][slot : slot + 1], gpu.values[layer][slot : slot + 1], kernel
-                    )
-                    for tier, slot in places
-                    if tier is Tier.GPU
-                ]
-                parts += [partial_attention(query, group.keys, group.values, kernel) for group in ring.groups(layer)]
-                outputs.append(finish(parts, 4, torch.float32))
-            ring.drain()
-            if step == 0:  # one from memory, one from a file, and a file's block into the slot that was streamed from
-                settle(move(10, Tier.CPU, 0, Tier.GPU, 2), move(11, Tier.NVME, 0, Tier.GPU, 3))
-                settle(move(12, Tier.NVME, 1, Tier.CPU, 0), move(13, Tier.GPU, 2, Tier.NVME, 0))
-                places[0], places[4], places[5] = (Tier.NVME, 0), (Tier.GPU, 3), (Tier.CPU, 0)
-    device.synchronize()
-    ring.close()
-    assert engine.close(20.0)
-    for number, (tier, slot) in enumerate(places if not leaves_out else ()):
-        stored = files.bytes[slot] if tier is Tier.NVME else (cpu if tier is Tier.CPU else gpu).block(Slot(slot))
-        assert torch.equal(stored.view(torch.float32), content[number].reshape(-1)), f"block {number} on {tier.label}"
-    assert leaves_out or not device.violations, device.violations
-    off = []
-    for (step, layer), found in zip(((s, n) for s in range(2) for n in range(SHAPE.num_layers)), outputs, strict=True):
-        keys, values = (content[:, layer, which].transpose(0, 1).reshape(1, 2, 32, 8) for which in (0, 1))
-        wanted = torch.nn.functional.scaled_dot_product_attention(
-            queries[step, layer], keys, values, scale=8**-0.5, enable_gqa=True
-        )
-        off.append((found - wanted.transpose(1, 2)).abs().max())
-    return float(torch.stack(off).max())
+def _attend(device: FakeDevice) -> float:
+    off = attend_over_tiers(
+        device, 7, device.kernels, synchronize=device.synchronize, checks_bytes=not device.leaves_out
+    )
+    assert device.leaves_out or not device.violations, device.violations
+    return off
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
 def test_ring_engine_and_attention_agree_with_one_call_under_every_schedule(first: int) -> None:
     for seed in range(first, first + 50):
-        assert _house(seed) <= 1e-5, f"seed {seed}"
+        assert _attend(FakeDevice(seed)) <= 1e-5, f"seed {seed}"
 
 
 @pytest.mark.parametrize("wait", Wait)
 def test_each_wait_is_needed(wait: Wait) -> None:
     hurries = (5.0, 0.02, 0.02) if wait is Wait.COMPUTE_FOR_ARRIVAL else LAGS
     for seed in range(5):
-        off = _house(seed, [wait], hurries)
+        off = _attend(FakeDevice(seed, [wait], hurries))
         assert not off <= 1e-3, f"seed {seed}: without the wait of {wait.value} nothing is wrong"  # NaN is wrong
 
 
