@@ -27,7 +27,7 @@ def tiny_llama(device: torch.device, dtype: torch.dtype) -> Any:
             bos_token_id=None,
             eos_token_id=None,
         )
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
     return model.to(device=device, dtype=dtype).eval()
 
 

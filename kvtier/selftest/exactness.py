@@ -132,24 +132,27 @@ def _ids(rows: int, num_tokens: int, device: torch.device) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (rows, num_tokens), generator=generator).to(device)
 
 
+def _pieces(ids: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    return torch.split(ids, num_tokens, 1)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
 # -- courses ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def prompt_and_answer(model: Any, cache: Any, ids: torch.Tensor) -> Steps:
     """A prompt in chunks, then token by token, then another turn."""
-    first, *answer, turn = ids[:, :-40], *ids[:, -40:-20].split(1, 1), ids[:, -20:]
-    pieces = [*first.split(_CHUNK, 1), *answer, turn]
+    pieces = [*_pieces(ids[:, :-40], _CHUNK), *_pieces(ids[:, -40:-20], 1), ids[:, -20:]]
     return [model(piece, cache=cache).logits for piece in pieces]
 
 
 @torch.no_grad()
 def crop_and_go_on(model: Any, cache: Any, ids: torch.Tensor) -> Steps:
     """What drafts do: take tokens back, a few and then more than a block, and put others in their place."""
-    logits = [model(piece, cache=cache).logits for piece in ids[:, :-60].split(_CHUNK, 1)]
+    logits = [model(piece, cache=cache).logits for piece in _pieces(ids[:, :-60], _CHUNK)]
     for taken in (3, 45):
         cache.crop(-taken)
-        logits += [model(piece, cache=cache).logits for piece in ids[:, -taken:].flip(1).split(16, 1)]
+        logits += [model(piece, cache=cache).logits for piece in _pieces(ids[:, -taken:].flip(1), 16)]
     return logits
 
 
@@ -161,7 +164,7 @@ def padded_batch(model: Any, cache: Any, ids: torch.Tensor) -> Steps:
         mask[row, : 21 * row] = 0
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
     logits, done = [], 0
-    for piece in (*ids[:, :-8].split(_CHUNK, 1), *ids[:, -8:].split(1, 1)):
+    for piece in (*_pieces(ids[:, :-8], _CHUNK), *_pieces(ids[:, -8:], 1)):
         done, start = done + piece.shape[1], done
         out = model(piece, cache=cache, attention_mask=mask[:, :done], position_ids=positions[:, start:done])
         # Padding's own logits are nobody's.

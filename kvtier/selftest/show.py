@@ -29,8 +29,8 @@ def print_report(report: Report, console: Console) -> None:
         table.add_column(name, justify="right" if name == "s" else "left")
     for check in report.checks:
         outcome = Text(check.outcome.value, style=_STYLES[check.outcome])
-        words = Text(printable(check.reason or _words(check)))
-        table.add_row(check.name, check.device, outcome, f"{check.seconds:.1f}", words)
+        found = Text(printable(check.reason or _words(check)))
+        table.add_row(check.name, check.device, outcome, f"{check.seconds:.1f}", found)
     console.print(table)
     counts = {outcome: sum(check.outcome is outcome for check in report.checks) for outcome in Outcome}
     words = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
