@@ -1,4 +1,4 @@
-"""Ring, engine, stores and attention on a device with queues, without a model: two steps and moves around them."""
+"""Ring, engine, stores and attention on a device with queues, without a model: steps, and moves around them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kvtier.attention import Kernel, finish, pack, partial_attention
 from kvtier.device import Device
 from kvtier.metrics import Metrics
-from kvtier.plan import Source
+from kvtier.plan import Source, StepPlan
 from kvtier.policies.next_layers import NextLayers
 from kvtier.ring import SliceRing
 from kvtier.stores.base import Store
@@ -20,6 +20,7 @@ from kvtier.transfer import TransferEngine
 from kvtier.types import BlockId, BlockShape, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
 
 SHAPE = BlockShape(num_layers=3, kv_heads=2, block_tokens=4, key_dim=8, value_dim=8, element_bytes=4)
+NUM_STEPS = 4
 
 
 class FileLike(Store):
@@ -59,10 +60,10 @@ def attend_over_tiers(
     lag: Callable[[], None] = lambda: None,
     checks_bytes: bool = True,
 ) -> float:
-    """Two steps over eight streamed blocks, with moves between them; how far attention is from the definition.
+    """Four steps over eight streamed blocks; how far attention is from the definition.
 
-    Before the first, four blocks go down from the gpu tier, straight behind the kernels that write them; between the
-    steps, two come up into slots that kernels of the first step still read.
+    Before the first, four blocks go down from the gpu tier, straight behind the kernels that write them; the second and
+    the third are read ahead for; before the fourth, blocks change their places.
 
     Args:
         kernels: within it this thread's operations are the device's.
@@ -82,7 +83,7 @@ def attend_over_tiers(
     ring._bytes.fill_(0xFF)
     # block, layer, K or V, head, token, dim
     content = torch.randn(8, SHAPE.num_layers, 2, 2, 4, 8, generator=generator)
-    queries = torch.randn(2, SHAPE.num_layers, 1, 4, 1, 8, generator=generator)
+    queries = torch.randn(NUM_STEPS, SHAPE.num_layers, 1, 4, 1, 8, generator=generator)
     there, asked = content.to(place), queries.to(place)
     for number in range(4):
         files.write(Slot(number), content[4 + number].reshape(-1).view(torch.uint8))
@@ -107,9 +108,11 @@ def attend_over_tiers(
                 gpu.keys[layer][number].copy_(there[number, layer, 0])
                 gpu.values[layer][number].copy_(there[number, layer, 1])
         settle(*(move(number, Tier.GPU, number, Tier.CPU, number) for number in range(4)))
-        for step in range(2):
-            streamed = [(n, *place) for n, place in enumerate(places) if place[0] is not Tier.GPU]
-            ring.begin([Source(BlockId(n), n, tier, Slot(slot)) for n, tier, slot in streamed])
+        for step in range(NUM_STEPS):
+            if step in (0, NUM_STEPS - 1):  # the steps between have the same plan, and are read ahead for
+                streamed = [(n, *place) for n, place in enumerate(places) if place[0] is not Tier.GPU]
+                plan = StepPlan((), tuple(Source(BlockId(n), n, tier, Slot(slot)) for n, tier, slot in streamed))
+            ring.begin(plan)
             for layer in range(SHAPE.num_layers):
                 query, parts = pack(asked[step, layer], 2), []
                 for slot in (slot for tier, slot in places if tier is Tier.GPU):
@@ -119,8 +122,11 @@ def attend_over_tiers(
                     lag()
                     parts.append(partial_attention(query, group.keys, group.values, kernel))
                 outputs.append(finish(parts, 4, torch.float32))
-            ring.drain()
-            if step == 0:  # one from memory, one from a file, and a file's block into the slot that was streamed from
+            ring.finish()
+            if step == NUM_STEPS - 2:
+                for tier, slot in ((Tier.CPU, 0), (Tier.NVME, 0), (Tier.NVME, 1)):
+                    ring.leave(tier, Slot(slot))
+                # One from memory, one from a file, and then a file's block into the slot that was streamed from.
                 settle(move(10, Tier.CPU, 0, Tier.GPU, 2), move(11, Tier.NVME, 0, Tier.GPU, 3))
                 settle(move(12, Tier.NVME, 1, Tier.CPU, 0), move(13, Tier.GPU, 2, Tier.NVME, 0))
                 places[0], places[4], places[5] = (Tier.NVME, 0), (Tier.GPU, 3), (Tier.CPU, 0)
@@ -134,7 +140,9 @@ def attend_over_tiers(
         )
     cpu.close()
     off = []
-    for (step, layer), found in zip(((s, n) for s in range(2) for n in range(SHAPE.num_layers)), outputs, strict=True):
+    for (step, layer), found in zip(
+        ((s, n) for s in range(NUM_STEPS) for n in range(SHAPE.num_layers)), outputs, strict=True
+    ):
         keys, values = (content[:, layer, which].transpose(0, 1).reshape(1, 2, 32, 8) for which in (0, 1))
         wanted = torch.nn.functional.scaled_dot_product_attention(
             queries[step, layer], keys, values, scale=8**-0.5, enable_gqa=True

@@ -7,6 +7,7 @@ arrived. Everything else is the real thing: stores, threads, ring, manager, mode
 from __future__ import annotations
 
 from collections.abc import Collection
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvtier import TieredKV
+from kvtier.attention import Kernel, Partial
+from kvtier.host_attention import HostAttender, HostShare, Pieces
 from kvtier.stores.gpu import GpuStore
 from kvtier.testing import FakeDevice, Wait
 from kvtier.types import Tier
@@ -22,6 +25,7 @@ CONFIG = {
     "block_tokens": 16,
     "prefill_chunk": 24,
     "io_threads": 2,
+    "host_attention": "never",  # all through the ring, unless a test says otherwise
     "tiers": {"gpu": {"budget": "40KiB"}, "cpu": {"budget": "9KiB"}, "nvme": {"budget": "1MiB"}},
 }
 CHUNKS = (88, 1, 1, 20, 1)
@@ -55,12 +59,27 @@ def plain(model: LlamaForCausalLM, prompts: list[torch.Tensor]) -> list[list[tor
     return found
 
 
+class FakeAttender(HostAttender):
+    """Attention by the host, beside a device whose queries have to be waited for."""
+
+    def __init__(self, device: FakeDevice, share: HostShare) -> None:
+        super().__init__(device.torch_device, share)
+        self._fake = device
+
+    def start(self, query: torch.Tensor, pieces: Pieces, kernel: Kernel) -> Future[Partial]:
+        self._fake.flush()  # as a query on CUDA is waited for when it is copied
+        return super().start(query, pieces, kernel)
+
+
 class Run:
     """Two conversations that take turns, each step queued before anything of the one before need have run."""
 
     def __init__(self, model: Any, prompts: list[torch.Tensor], device: FakeDevice, **config: Any) -> None:
         with TieredKV(model, {**CONFIG, **config}) as tiered:
             _poison(tiered)
+            if config.get("host_attention", "never") != "never":
+                memory = tiered._runtime.executor.memory
+                memory.attender = FakeAttender(device, memory.share)
             caches = [tiered.new_cache() for _ in prompts]
             self.logits: list[list[torch.Tensor]] = [[] for _ in prompts]
             with torch.no_grad(), device.kernels():
@@ -108,6 +127,19 @@ def test_every_schedule_gives_the_same_logits(
         assert run.num_late > 1000, "nothing ran late: the schedule proves nothing"
         moved = run.stats["bytes_moved"]
         assert all(moved[edge] for edge in ("gpu_to_cpu", "cpu_to_gpu", "nvme_to_gpu")), moved
+
+
+@pytest.mark.parametrize("host_attention", ["always", "auto"])
+def test_the_hosts_own_share_of_attention_is_in_order_too(
+    model: LlamaForCausalLM, prompts: list[torch.Tensor], plain: list[list[torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch, host_attention: str,
+) -> None:  # fmt: skip
+    for seed in range(4):
+        device = _device(monkeypatch, seed)
+        run = Run(model, prompts, device, host_attention=host_attention)
+        assert run.difference(plain) <= ROUNDING, f"seed {seed}"
+        assert not device.violations, f"seed {seed}"
+        assert run.stats["tiers"]["cpu"]["slices_read"] > 0
 
 
 @pytest.mark.parametrize("wait", Wait)
