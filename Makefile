@@ -12,7 +12,7 @@ CODE := kvtier policies configs benchmarks docs tests
 # pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
 PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
 
-.PHONY: help install demo test check compat fix docs matrix mutants crash wheel-test test-cuda
+.PHONY: help install demo test check compat fix docs matrix mutants crash wheel-test test-cuda bench-cuda
 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
@@ -26,7 +26,8 @@ help:
 	@echo "make mutants     seed bugs and see that the tests catch each"
 	@echo "make crash       200 SIGKILLs of a process that writes to an nvme folder; what is found again (10 to 20 minutes)"
 	@echo "make wheel-test  build the wheel and try it in a fresh environment"
-	@echo "make test-cuda   the tests that need a CUDA device"
+	@echo "make test-cuda   the tests that need a CUDA device (under 3 minutes)"
+	@echo "make bench-cuda  copies and decoding on a CUDA device (under 5 minutes); without one it says so"
 
 install: $(STAMP)
 
@@ -100,3 +101,6 @@ wheel-test: install
 
 test-cuda: install
 	$(BIN)/python -m pytest -q tests/cuda
+
+bench-cuda: install
+	$(BIN)/python -m kvtier.benchmarks.cuda

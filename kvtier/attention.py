@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtier import attention_cuda
 from kvtier.errors import IntegrityError
 
 
@@ -142,13 +143,9 @@ def _call(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel:
         )
         return Partial(output, lse)
     if kernel.softcap is None and device == "cuda":
-        groups = query.shape[1] // keys.shape[1]
-        if groups > 1:  # the causal tile, not packed; the memory-efficient kernel wants equal heads
-            keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-        output, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, keys, values, None, True, 0.0, causal, scale=scale
-        )
-        return Partial(output, lse[..., : query.shape[2]].float())  # its lse is padded to a multiple of 32 rows
+        found = attention_cuda.attend(query, keys, values, scale, causal=causal)
+        if found is not None:
+            return Partial(*found)
     return _reference(query, keys, values, kernel, causal=causal)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 from kvtier.errors import BudgetError
 from kvtier.types import AttentionMode, BlockShape
@@ -156,3 +158,19 @@ def split_gpu_budget(
         chunk,
         pieces,
     )
+
+
+def gpu_bytes_for(num_slots: int, shape: BlockShape, *, gather_bytes: int = 0, **how: Any) -> int:
+    """The least budget, in whole blocks, that has so many slots, and in gathered mode room for such a layer.
+
+    Args:
+        how: as `split_gpu_budget`.
+    """
+    for budget_bytes in itertools.count(shape.block_bytes, shape.block_bytes):
+        try:
+            split = split_gpu_budget(budget_bytes, shape, **how)
+        except BudgetError:
+            continue
+        if split.num_slots >= num_slots and split.gather_bytes >= gather_bytes:
+            return budget_bytes
+    raise AssertionError("unreachable: the count does not end")

@@ -1,9 +1,9 @@
-"""The command line: `kvtier soak`, `doctor`, `plan`, `fsck`, `chat`, `sessions`, `version`.
+"""The command line: `kvtier soak`, `doctor`, `plan`, `selftest`, `fsck`, `chat`, `sessions`, `version`.
 
-Exit statuses: 0 all is well; 1 the soak failed, the folder is damaged, the config given to the doctor cannot work here,
-or a plan's users do not fit; 2 bad input, with a line on stderr for each mistake, or a standard output that cannot be
-written; 3 the soak was not fully verified; 130 interrupted; 141 the pipe's reader has left. Only this module and the
-benchmarks print.
+Exit statuses: 0 all is well; 1 the soak or the selftest failed, the folder is damaged, the config given to the doctor
+cannot work here, or a plan's users do not fit; 2 bad input, with a line on stderr for each mistake, or a standard
+output that cannot be written; 3 the soak was not fully verified; 130 interrupted; 141 the pipe's reader has left. Only
+this module and the benchmarks print.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rich.progress import (
 from kvtier import __version__, cli_sessions
 from kvtier.cli_chat import chat
 from kvtier.cli_plan import plan
+from kvtier.cli_selftest import selftest
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.log_level import VARIABLE, parse_level
 from kvtier.terminal import OutputLostError, guarded_errors, guarded_output, page_console, printable, sigterm_is_ctrl_c
@@ -50,6 +51,7 @@ app = typer.Typer(
 
 app.command()(chat)
 app.command()(plan)
+app.command()(selftest)
 app.add_typer(cli_sessions.app, name="sessions")
 
 

@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 
 from kvtier.breaker import Breaker
+from kvtier.device import DONE, Device, Event
 from kvtier.errors import BlockLostError, IntegrityError, StoreError, TransferTimeoutError
 from kvtier.metrics import Metrics, Stall
 from kvtier.plan import Source, StepPlan
@@ -22,7 +23,8 @@ from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
 from kvtier.workers import Workers
 
-ReadSlice = Callable[[Tier, Slot, int, torch.Tensor], None]
+ReadSlice = Callable[[Tier, Slot, int, torch.Tensor, Event], Event]
+"""As `TransferEngine.read_slice`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class _Cell:
 
     first: int
     num_slices: int
-    used: torch.cuda.Event | None = None
+    used: Event = DONE
     """Behind the kernels that used it last."""
 
 
@@ -57,7 +59,10 @@ class _Read:
     cell: _Cell
     entries: list[tuple[int, Source]]
     """Where in the ring each goes."""
-    used: torch.cuda.Event | None
+    used: Event
+    """Behind the kernels that used the cell last."""
+    arrived: Event = DONE
+    """Behind the copies that this read has queued."""
     is_overdue: bool = False
     ended_s: float = math.inf
     """When; infinity before."""
@@ -67,8 +72,9 @@ class SliceRing:
     """Reads the streamed slices of a step in plan order into `num_slices` fixed buffers.
 
     The ring is `num_cells` cells of equal size; a cell takes a group of neighbouring slices of one layer, so that
-    attention gets them as rows of one call. A cell is read into again only after the group it held has been used (with
-    CUDA: after an event behind the kernels that used it). Runs ahead as far as cells and the prefetch policy allow.
+    attention gets them as rows of one call. A cell is read into again only after the group it held has been used; on a
+    device with queues that is an event behind the kernels that used it, and kernels begin behind the copies they need.
+    Runs ahead as far as cells and the prefetch policy allow.
 
     A read of the nvme tier that passes its deadline is a loss, and its cell is left to it until it ends. Such reads
     usually have all cells: one slice more is kept (of three or more) for streaming from the cpu tier meanwhile.
@@ -81,7 +87,7 @@ class SliceRing:
         shape: BlockShape,
         num_slices: int,
         dtype: torch.dtype,
-        device: torch.device,
+        device: Device,
         *,
         read_slice: ReadSlice,
         prefetch: PrefetchPolicy,
@@ -104,8 +110,9 @@ class SliceRing:
         self._spare = [_Cell(total - 1, 1)] if num_spare else []
         self._shape, self._device = shape, device
         num_bytes = total * shape.slice_bytes
-        on_host = device.type == "cpu"  # there O_DIRECT reads into it, without a copy where slices are whole pages
-        memory = page_aligned(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        place = device.torch_device
+        on_host = place.type == "cpu"  # there O_DIRECT reads into it, without a copy where slices are whole pages
+        memory = page_aligned(num_bytes) if on_host else torch.empty(num_bytes, dtype=torch.uint8, device=place)
         self._bytes = memory.view(total, shape.slice_bytes)
         heads, tokens = shape.kv_heads, shape.block_tokens
         self._keys = self._bytes[:, : shape.key_bytes].view(dtype).view(total, heads, tokens, shape.key_dim)
@@ -184,7 +191,7 @@ class SliceRing:
             yield self._arrived(number)
             self._next_use = number + 1
             cell = self._cell_of.pop(number)
-            cell.used = self._mark()
+            cell.used = self._device.record()
             self._free.append(cell)
         # What the policy allows behind this layer may go on while the model computes the rest of it.
         self._advance(layer)
@@ -256,7 +263,7 @@ class SliceRing:
 
     def _request(self, number: int) -> None:
         cell, layer = self._free.popleft(), number // self._groups_per_layer % self._shape.num_layers
-        used, cell.used = cell.used, None
+        used, cell.used = cell.used, DONE
         self._cell_of[number] = cell
         reads = self._reads[number] = {}
         entries = list(enumerate(self._members(number), cell.first))
@@ -285,14 +292,14 @@ class SliceRing:
                 self._changed.notify_all()
 
     def _read(self, read: _Read) -> None:
-        if read.used is not None:
-            read.used.synchronize()
         lost: list[tuple[Source, StoreError]] = []
         for entry, source in read.entries:
             if read.generation != self._generation:
                 return  # nobody waits for the rest of it
             try:
-                self._read_slice(source.tier, source.slot, read.layer, self._bytes[entry])
+                out = self._bytes[entry]
+                # The last one's is behind them all: copies are done in the order in which they were queued.
+                read.arrived = self._read_slice(source.tier, source.slot, read.layer, out, read.used)
             except StoreError as error:
                 lost.append((source, error))
         if lost:
@@ -314,7 +321,9 @@ class SliceRing:
         if late:
             self._pass_deadline([reads[future] for future in late])
         del self._reads[number]
-        failed = [failure for failure in (read.exception() for read in reads) if failure is not None]
+        for read in reads.values():
+            self._device.compute_waits_for(read.arrived)
+        failed = [failure for failure in (future.exception() for future in reads) if failure is not None]
         if failed:
             told = failed[0]
             if isinstance(told, BlockLostError):  # it names all that are known by now: each may cost a repeated step
@@ -354,13 +363,6 @@ class SliceRing:
             self._breaker.look()
         return hung
 
-    def _mark(self) -> torch.cuda.Event | None:
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def drain(self) -> None:
         """Drop reads that have not begun and wait for those that run: no buffer or slot is in use afterwards.
 
@@ -381,6 +383,9 @@ class SliceRing:
                 raise TransferTimeoutError(
                     f"{num_others} reads hang for more than io_timeout_s ({self._io_timeout_s:g} s)"
                 )
+        for reads in self._reads.values():  # whatever moves next into the slots they read does not know of them
+            for read in reads.values():
+                read.arrived.synchronize()
         self._reads.clear()
         self._cell_of.clear()
 

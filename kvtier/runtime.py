@@ -10,7 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from kvtier import attention_cuda
 from kvtier.config import KVTierConfig
+from kvtier.cuda_device import open_device
+from kvtier.device import Device
 from kvtier.errors import BudgetError, ClosedError, KVTierError, StoreError
 from kvtier.executor import StepExecutor, StepLimits
 from kvtier.host_attention import HostShare
@@ -103,6 +106,7 @@ class Runtime:
         """What gives blocks a label; None: nothing outlives the process or is shared in it."""
         self.stores: dict[Tier, Store] = {}
         self._engine: TransferEngine | None = None
+        self._device: Device | None = None
         self.files: TimedFiles | None = None
         """The nvme store as it may be asked with the turn held; None where nothing outlives the process."""
         try:
@@ -113,7 +117,6 @@ class Runtime:
 
     def _build(self) -> None:
         config, group, shape = self.config, self.group, self.group.shape
-        device = torch.device(group.device)
         # Policies first: they cost nothing, and a misspelt name should not allocate gigabytes.
         policies = {tier: load_eviction(config.eviction.policy(tier), f"eviction.{tier.label}") for tier in Tier}
         # Each prefetch policy has its own default depth: no_prefetch takes none but 0.
@@ -124,7 +127,7 @@ class Runtime:
         build_lower(config, group, self.budgets, self.stores)
         dtype: torch.dtype = getattr(torch, group.dtype)
         with budget_error("tiers.gpu.budget", self.gpu_budget.budget_bytes):
-            gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, device)
+            gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, torch.device(group.device))
         self.stores[Tier.GPU] = gpu
         self.stores = dict(sorted(self.stores.items()))
         self._pools = {tier: SlotPool(store.num_slots) for tier, store in self.stores.items()}
@@ -133,13 +136,14 @@ class Runtime:
             self._pools[Tier.NVME].hold_back(nvme.held_back())
             if not nvme.persistent and self.labels is not None:  # a share: nothing in it outlives the process
                 self.labels.outlives = False
+        device = self._device = open_device(torch.device(group.device))
         engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
         self.edges = engine.edges
         self.step_timer = StepTimer(
             self.metrics,
             engine.edges.steps,
             prefill_columns=max(2, min(PREFILL_COLUMNS, self.gpu_budget.max_chunk)),
-            mark=_device_mark(device),
+            mark=_device_mark(device.torch_device),
         )
         self.prefill = Meter()
         """Tokens computed, in steps of many."""
@@ -190,10 +194,14 @@ class Runtime:
                 breaker=self.placement.breakers.get(Tier.NVME),
             )
             self.placement.leave_slot = ring.leave
+        self.attention_kernels = attention_cuda.kernels_for(
+            device.torch_device, dtype, shape.key_dim, shape.block_tokens
+        )
+        """Which kernel attends to what; empty without CUDA."""
         budget = self.gpu_budget
         limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
         slabs = {t: LayerViews.of(s, dtype) for t, s in self.stores.items() if isinstance(s, SlabStore)}
-        share = HostShare(config.host_attention, is_on_host=device.type == "cpu")
+        share = HostShare(config.host_attention, is_on_host=not device.is_async)
         self.executor = StepExecutor(group, self.manager, slabs, ring, self.metrics, self.mode, limits, share)
         for tier, store in self.stores.items():
             logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)
@@ -332,6 +340,8 @@ class Runtime:
             have_ended = False
         if not have_ended:
             return  # a store that is being read or written cannot be taken away
+        if self._device is not None:
+            self._device.close()
         for store in self.stores.values():
             store.close()
 

@@ -20,6 +20,7 @@ def stats(runtime: Runtime) -> dict[str, Any]:
         metrics = runtime.metrics
         return {
             "attention": runtime.mode.value,
+            "attention_kernels": dict(runtime.attention_kernels),
             "block_tokens": runtime.group.shape.block_tokens,
             "block_bytes": runtime.group.shape.block_bytes,
             "prefill_chunk": runtime.config.prefill_chunk,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import queue
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
 
+from kvtier.device import DONE, Device, Event
 from kvtier.edge_meter import EdgeMeters
 from kvtier.errors import ClosedError, NoSpaceError
 from kvtier.load_or_recompute import Meter
@@ -24,14 +28,17 @@ class TransferEngine:
 
     Moves to and from nvme have threads of their own: those that hang there must not stop the moves within memory.
 
-    Threads suffice because the copies, `pwrite` and checksums release the GIL. With CUDA each copy runs on a CUDA
-    stream of its own that waits for the kernels queued when the move was started (the producer of the data, and the
-    last reader of the destination), and is synchronised before the move is reported.
+    Threads suffice because the copies, `pwrite` and checksums release the GIL. On a device with queues a move waits for
+    the kernels queued when it was started (the producer of the data, and the last reader of the destination), and is
+    reported when its copy is over, not when it is queued.
     """
 
-    def __init__(self, stores: Mapping[Tier, Store], num_threads: int, device: torch.device) -> None:
+    def __init__(self, stores: Mapping[Tier, Store], num_threads: int, device: Device) -> None:
         self._stores = dict(stores)
         self._device = device
+        gpu = stores.get(Tier.GPU)
+        self._gpu = gpu if device.is_async and isinstance(gpu, SlabStore) else None
+        """The gpu tier, where its bytes are reached by copy commands alone."""
         self._files = Workers(num_threads, "kvtier-move-nvme")
         self._memory = Workers(num_threads, "kvtier-move")
         self._queued: dict[int, tuple[Move, Future[None]]] = {}
@@ -40,6 +47,9 @@ class TransferEngine:
         self._in_flight = 0
         self._running: set[int] = set()
         self._closed = False
+        self._arriving: deque[tuple[Event, Callable[[], None]]] = deque()
+        """Slices on their way to a device with queues, and what is to be told when they are there."""
+        self._noting = threading.Lock()
         self.edges = EdgeMeters()
         """Bytes of KV along each edge, from a move's or a read's begin on its thread to its end."""
         self.nvme_reads = Meter()
@@ -48,7 +58,8 @@ class TransferEngine:
     def interpose(self, tier: Tier, wrap: Callable[[Store], Store]) -> None:
         """Read and write a tier through `wrap(store)` from here on: for faults injected on purpose, and for probes.
 
-        The engine alone sees the wrapper: whoever made the store still asks it, and closes it.
+        The engine alone sees the wrapper: whoever made the store still asks it, and closes it. On a device with queues
+        the gpu tier's bytes go past it.
 
         Raises:
             KeyError: there is no such tier. ClosedError: after `close`.
@@ -61,7 +72,7 @@ class TransferEngine:
         """Queue moves; returns at once."""
         if self._closed:
             raise ClosedError("the transfer engine is closed")
-        ready = self._mark()
+        ready = self._device.record()
         for move in moves:
             self._in_flight += 1
             workers = self._files if Tier.NVME in (move.source, move.dest) else self._memory
@@ -74,6 +85,7 @@ class TransferEngine:
     def finished(self) -> list[MoveResult]:
         """Results since the last call, without waiting."""
         results: list[MoveResult] = []
+        self._note_arrivals()
         while True:
             try:
                 results.append(self._results.get_nowait())
@@ -120,26 +132,12 @@ class TransferEngine:
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
-    def _mark(self) -> torch.cuda.Event | None:
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _run(self, move: Move, ready: torch.cuda.Event | None) -> None:
+    def _run(self, move: Move, ready: Event) -> None:
         self._running.add(move.move_id)
         meter, num_bytes = self.edges[move.source, move.dest], 0
         began = meter.begin()
         try:
-            if ready is None:
-                self._copy(move)
-            else:
-                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
-                with torch.cuda.stream(stream):
-                    stream.wait_event(ready)
-                    self._copy(move)
-                stream.synchronize()
+            self._copy(move, ready)
             result = MoveResult(move, MoveStatus.DONE)
             num_bytes = self._stores[move.source].shape.block_bytes
         except NoSpaceError as error:
@@ -160,14 +158,16 @@ class TransferEngine:
         finally:
             self.nvme_reads.end(done_bytes)
 
-    def _copy(self, move: Move) -> None:
+    def _copy(self, move: Move, ready: Event) -> None:
         source, dest = self._stores[move.source], self._stores[move.dest]
+        if self._gpu is not None and Tier.GPU in (move.source, move.dest):
+            self._copy_by_device(self._gpu, move, source, dest, ready)
+            return
+        if move.dest is Tier.CPU:
+            ready.synchronize()  # slices may still be streamed from what the slot held before
         if isinstance(source, SlabStore):
-            block = source.block(move.source_slot)
-            if block.is_cuda and not isinstance(dest, SlabStore):
-                block = block.cpu()  # files are written from host memory
-            dest.write(move.dest_slot, block, move.label)
-        elif isinstance(dest, SlabStore) and not dest.block(move.dest_slot).is_cuda:
+            dest.write(move.dest_slot, source.block(move.source_slot), move.label)
+        elif isinstance(dest, SlabStore):
             with self._metered(source.shape.block_bytes):
                 source.read(move.source_slot, dest.block(move.dest_slot))
         else:
@@ -176,34 +176,74 @@ class TransferEngine:
                 source.read(move.source_slot, staging)
             dest.write(move.dest_slot, staging, move.label)
 
-    def read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
-        """Stream one slice to the compute device, on the calling thread; `out` is ready when this returns.
+    def _copy_by_device(self, gpu: SlabStore, move: Move, source: Store, dest: Store, ready: Event) -> None:
+        """To or from the gpu tier of a device with queues; it is over when this returns."""
+        device, staging = self._device, self._device.staging()
+        if move.dest is not Tier.GPU:
+            block = gpu.block(move.source_slot)
+            if isinstance(dest, SlabStore):
+                device.copy_down([(dest.block(move.dest_slot), block)], ready).synchronize()
+                return
+            with staging.buffer(gpu.shape.block_bytes) as buffer:
+                buffer.until = device.copy_down([(buffer.host, block)], ready)
+                buffer.until.synchronize()
+                dest.write(move.dest_slot, buffer.host, move.label)
+            return
+        block = gpu.block(move.dest_slot)
+        slab = gpu if move.source is Tier.GPU else source
+        if isinstance(slab, SlabStore):
+            device.copy_up([(block, slab.block(move.source_slot))], ready).synchronize()
+            return
+        with staging.buffer(gpu.shape.block_bytes) as buffer:
+            with self._metered(gpu.shape.block_bytes):
+                source.read(move.source_slot, buffer.host)
+            buffer.until = device.copy_up([(block, buffer.host)], ready)
+            buffer.until.synchronize()
+
+    def read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
+        """Stream one slice to the compute device, on the calling thread, into `out` as soon as `after` is done.
 
         Args:
             out: `[slice_bytes]` uint8 on the compute device.
 
+        Returns:
+            The event behind which it is there, on a device with queues. Until then the slot must keep it.
+
         Raises:
             StoreError: as the store's `read_slice`; `out` holds garbage.
         """
-        with self.edges[tier, Tier.GPU].transfer(out.numel()):
-            self._read_slice(tier, slot, layer, out)
+        meter, num_bytes = self.edges[tier, Tier.GPU], 0
+        began, arrived = meter.begin(), DONE
+        try:
+            arrived = self._read_slice(tier, slot, layer, out, after)
+            num_bytes = out.numel()
+            return arrived
+        finally:
+            if arrived is DONE:
+                meter.end(began, num_bytes)
+            else:
+                self._arriving.append((arrived, functools.partial(meter.end, began, num_bytes)))
+                self._note_arrivals()
 
-    def _read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
+    def _note_arrivals(self) -> None:
+        """A copy on a device with queues counts as under way until it is seen to have arrived: never as too fast."""
+        with self._noting:
+            while self._arriving and self._arriving[0][0].is_done():
+                self._arriving.popleft()[1]()
+
+    def _read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
         store = self._stores[tier]
-        if not out.is_cuda:
+        if self._gpu is None:
             if tier is not Tier.NVME:
                 store.read_slice(slot, layer, out)
-                return
+                return DONE
             with self._metered(store.shape.slice_bytes):
                 store.read_slice(slot, layer, out)
-            return
+            return DONE
         if isinstance(store, SlabStore):
-            staging = store.slice(slot, layer)
-        else:
-            staging = torch.empty(store.shape.slice_bytes, dtype=torch.uint8)
+            return self._device.copy_up([(out, store.slice(slot, layer))], after)
+        with self._device.staging().buffer(store.shape.slice_bytes) as buffer:
             with self._metered(store.shape.slice_bytes):
-                store.read_slice(slot, layer, staging)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
-        with torch.cuda.stream(stream):
-            out.copy_(staging, non_blocking=True)
-        stream.synchronize()
+                store.read_slice(slot, layer, buffer.host)
+            buffer.until = self._device.copy_up([(out, buffer.host)], after)
+            return buffer.until

@@ -8,6 +8,7 @@ class TestMyPolicy(EvictionPolicyContract):  # needs pytest
 
 engine = FakeEngine(seed=7, fail_frac=0.1)   # needs neither
 store = FaultyStore(store, seed=7, rates={Fault.EIO: 0.01})  # needs torch
+device = FakeDevice(seed=7)                  # needs torch
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvtier.testing.device import FakeDevice as FakeDevice
+    from kvtier.testing.device import Wait as Wait
     from kvtier.testing.engine import FakeEngine as FakeEngine
     from kvtier.testing.faults import Fault as Fault
     from kvtier.testing.faults import FaultyStore as FaultyStore
@@ -23,15 +26,26 @@ if TYPE_CHECKING:
     from kvtier.testing.policies import PrefetchPolicyContract as PrefetchPolicyContract
     from kvtier.testing.stores import StoreContract as StoreContract
 
-__all__ = ["EvictionPolicyContract", "FakeEngine", "Fault", "FaultyStore", "PrefetchPolicyContract", "StoreContract"]
+__all__ = [
+    "EvictionPolicyContract",
+    "FakeDevice",
+    "FakeEngine",
+    "Fault",
+    "FaultyStore",
+    "PrefetchPolicyContract",
+    "StoreContract",
+    "Wait",
+]
 
 _MODULES = {
     "EvictionPolicyContract": "policies",
+    "FakeDevice": "device",
     "FakeEngine": "engine",
     "Fault": "faults",
     "FaultyStore": "faults",
     "PrefetchPolicyContract": "policies",
     "StoreContract": "stores",
+    "Wait": "device",
 }
 
 

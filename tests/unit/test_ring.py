@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvtier.breaker import Breaker
+from kvtier.device import DONE, Event, HostDevice
 from kvtier.errors import BlockLostError, IntegrityError, ShortReadError, TransferTimeoutError
 from kvtier.metrics import Metrics
 from kvtier.plan import Source, StepPlan
@@ -43,7 +44,7 @@ class FakeReader:
         yield
         self.memory_is_well.set()
 
-    def __call__(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
+    def __call__(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
         self.running += 1
         try:
             out.view(torch.float32).fill_(float("nan"))
@@ -53,6 +54,7 @@ class FakeReader:
             if self.fails_at == (layer, slot):
                 raise ShortReadError("short")
             out.view(torch.float32).fill_(slot * 100 + layer)
+            return DONE
         finally:
             self.running -= 1
 
@@ -65,7 +67,7 @@ def _ring(
     breaker: Breaker | None = None,
 ) -> SliceRing:
     return SliceRing(
-        SHAPE, num_slices, torch.float32, torch.device("cpu"), read_slice=reader, prefetch=prefetch,
+        SHAPE, num_slices, torch.float32, HostDevice(), read_slice=reader, prefetch=prefetch,
         metrics=Metrics(), num_threads=3, io_timeout_s=timeout_s, breaker=breaker,
     )  # fmt: skip
 
@@ -285,13 +287,14 @@ def test_a_cpu_tier_that_hangs_is_an_error() -> None:
 def test_thirty_two_slices_are_read_at_a_time(num_sources: int) -> None:
     together, begun = threading.Barrier(32), itertools.count()
 
-    def meeting(tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
+    def meeting(tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
         if next(begun) < 32:
             together.wait(timeout=20)  # passes only once 32 reads are under way
         out.view(torch.float32).fill_(slot)
+        return DONE
 
     ring = SliceRing(
-        SHAPE, 80, torch.float32, torch.device("cpu"), read_slice=meeting, prefetch=NextLayers(depth=4),
+        SHAPE, 80, torch.float32, HostDevice(), read_slice=meeting, prefetch=NextLayers(depth=4),
         metrics=Metrics(), num_threads=32, io_timeout_s=60.0,
     )  # fmt: skip
     ring.begin(_plan(_sources(num_sources)))

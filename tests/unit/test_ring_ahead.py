@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from kvtier.device import DONE, Event, HostDevice
 from kvtier.errors import BlockLostError, ShortReadError
 from kvtier.metrics import Metrics
 from kvtier.plan import Source, StepPlan
@@ -29,7 +30,7 @@ class Slots:
         self.broken: set[tuple[int, Slot]] = set()
         self.reading: dict[Slot, int] = {}
 
-    def __call__(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
+    def __call__(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
         self.reading[slot] = self.reading.get(slot, 0) + 1
         try:
             out.view(torch.float32).fill_(float("nan"))
@@ -38,13 +39,14 @@ class Slots:
             if (layer, slot) in self.broken:
                 raise ShortReadError("short")
             out.view(torch.float32).fill_(self.content.get(slot, float(slot)) * 100 + layer)
+            return DONE
         finally:
             self.reading[slot] -= 1
 
 
 def ring_of(slots: Slots, num_slices: int = 16, prefetch: PrefetchPolicy | None = None) -> SliceRing:
     return SliceRing(
-        SHAPE, num_slices, torch.float32, torch.device("cpu"), read_slice=slots,
+        SHAPE, num_slices, torch.float32, HostDevice(), read_slice=slots,
         prefetch=NextLayers(depth=2) if prefetch is None else prefetch, metrics=Metrics(), num_threads=3,
         io_timeout_s=5.0,
     )  # fmt: skip

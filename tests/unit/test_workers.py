@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from kvtier.device import HostDevice
 from kvtier.errors import ClosedError, NoSpaceError
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
@@ -105,7 +106,7 @@ def test_moves_that_have_not_begun_can_be_taken_back_and_memory_goes_on() -> Non
     stores: dict[Tier, Store] = {
         Tier.GPU: CpuStore(SHAPE, 8, pin=False), Tier.CPU: CpuStore(SHAPE, 8, pin=False), Tier.NVME: nvme
     }  # fmt: skip
-    engine = TransferEngine(stores, 2, torch.device("cpu"))
+    engine = TransferEngine(stores, 2, HostDevice())
     engine.start([_move(number, Tier.GPU, Tier.NVME) for number in range(5)])
     while nvme.num_begun < 2:
         time.sleep(0.001)
