@@ -67,7 +67,7 @@ class Keeper:
             return 0
         blocks = [placement.indexed(block) for block in blocks]
         for block in blocks:  # what only the index holds could be given up for the others
-            placement.residency[block].holders += 1
+            placement.hold(block)
         try:
             self._keep(blocks, tails, makes_room)
         finally:
@@ -101,7 +101,7 @@ class Keeper:
     def _bring_up(self, block: BlockId) -> bool:
         """What lies in files alone, and without a label, is written again from memory; whether it is there."""
         placement = self._placement
-        if list(placement.residency[block].copies) != [Tier.NVME]:
+        if placement.residency[block].fastest is not Tier.NVME:
             return True
         tier = next(tier for tier in reversed(Tier) if tier is not Tier.NVME and tier in placement.pools)
         try:
@@ -141,8 +141,8 @@ class Keeper:
         record = placement.residency[block]
         if placement.label_of(sealed) is None:
             return False
-        if Tier.NVME in record.copies:  # without a label
-            if len(record.copies) == 1 or record.pins[Tier.NVME]:
+        if record.nvme_slot is not None:  # without a label
+            if record.fastest is Tier.NVME or record.pins[Tier.NVME]:
                 return False
             placement.drop_copy(block, Tier.NVME)
         source = record.fastest

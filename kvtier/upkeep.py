@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
-from kvtier.block_table import BlockTable
 from kvtier.keeping import Keeper
 from kvtier.placement import Placement
 from kvtier.types import BlockId, MovePurpose, Tier
@@ -30,8 +29,8 @@ class Upkeep:
         """A block became final: it may be copied down early."""
         self._to_copy_down.append(block)
 
-    def run(self, running: Sequence[BlockTable]) -> None:
-        """One round. O(moves finished + blocks of running sequences)."""
+    def run(self) -> None:
+        """One round. O(moves finished and started)."""
         placement = self._placement
         placement.commit_arrived()
         for tier, growth in placement.regrowth.items():
@@ -41,7 +40,7 @@ class Upkeep:
             if tier in placement.pools and placement.lower(tier) is not None:
                 self._demote_to_low(tier)
         self._copy_down()
-        self._promote(running)
+        self._promote()
         self.keeper.run(self.MAX_BACKGROUND)
 
     def _demote_to_low(self, tier: Tier) -> None:
@@ -73,19 +72,19 @@ class Upkeep:
         ):
             block = self._to_copy_down.popleft()
             record = placement.residency.get(block)
-            if record is None or record.move is not None or record.fastest is not Tier.GPU or len(record.copies) > 1:
+            if record is None or record.move is not None or record.fastest is not Tier.GPU or record.is_clean(Tier.GPU):
                 continue
             slot = pool.take()
             if slot is None:
                 return
             placement.start(block, MovePurpose.WRITE_BEHIND, Tier.GPU, Tier.CPU, slot)
 
-    def _promote(self, running: Sequence[BlockTable]) -> None:
+    def _promote(self) -> None:
         """Bring running sequences' blocks up while there is room below `low`; idle sequences' blocks make room."""
         placement = self._placement
         for tier in (Tier.GPU, Tier.CPU):
             pool = placement.pools.get(tier)
-            spilled = list(islice(self._spilled(tier, running), max(0, self.MAX_BACKGROUND - len(placement.moves))))
+            spilled = list(islice(self._spilled(tier), max(0, self.MAX_BACKGROUND - len(placement.moves))))
             if pool is None or not spilled:
                 continue
             staying = pool.num_used - placement.leaving(tier)
@@ -94,7 +93,7 @@ class Upkeep:
                 room = placement.give_up(tier, len(spilled), idle_only=True, early=True)
             for block in spilled[: max(0, room)]:
                 record = placement.residency[block]
-                if record.move is not None:  # listed twice (shared by a fork), or itself demoted to make this room
+                if record.move is not None:  # itself demoted to make this room
                     continue
                 fastest = record.fastest
                 slot = None if fastest is None else pool.take()
@@ -102,13 +101,9 @@ class Upkeep:
                     break
                 placement.start(block, MovePurpose.PROMOTE, fastest, tier, slot)
 
-    def _spilled(self, tier: Tier, running: Sequence[BlockTable]) -> Iterator[BlockId]:
+    def _spilled(self, tier: Tier) -> Iterator[BlockId]:
+        """Running blocks that could come up to `tier`, those first that have been below it longest."""
         placement = self._placement
-        for table in running:
-            for block in table.blocks:
-                record = placement.residency[block]
-                fastest = record.fastest
-                if fastest is None or fastest <= tier or record.move is not None or not placement.is_readable(fastest):
-                    continue
-                if block not in placement.unreadable:
-                    yield block
+        for block in placement.running_blocks.below(tier, placement.is_readable):
+            if placement.residency[block].move is None and block not in placement.unreadable:
+                yield block

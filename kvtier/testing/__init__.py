@@ -17,19 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtier.testing.engine import FakeEngine as FakeEngine
+    from kvtier.testing.engine import InstantEngine as InstantEngine
     from kvtier.testing.faults import Fault as Fault
     from kvtier.testing.faults import FaultyStore as FaultyStore
     from kvtier.testing.policies import EvictionPolicyContract as EvictionPolicyContract
     from kvtier.testing.policies import PrefetchPolicyContract as PrefetchPolicyContract
     from kvtier.testing.stores import StoreContract as StoreContract
 
-__all__ = ["EvictionPolicyContract", "FakeEngine", "Fault", "FaultyStore", "PrefetchPolicyContract", "StoreContract"]
+__all__ = [
+    "EvictionPolicyContract",
+    "FakeEngine",
+    "Fault",
+    "FaultyStore",
+    "InstantEngine",
+    "PrefetchPolicyContract",
+    "StoreContract",
+]
 
 _MODULES = {
     "EvictionPolicyContract": "policies",
     "FakeEngine": "engine",
     "Fault": "faults",
     "FaultyStore": "faults",
+    "InstantEngine": "engine",
     "PrefetchPolicyContract": "policies",
     "StoreContract": "stores",
 }
