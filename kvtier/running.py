@@ -119,6 +119,8 @@ class RunningBlocks(Set[BlockId]):
         """Blocks whose fastest copy lies below `tier`, on a tier that can be read, in the order in which they got
         there, or came to run. O(1) for each that is taken."""
         slower = [each for each in self._below_gpu if each > tier and self._below_gpu[each] and is_readable(each)]
+        if len(slower) < 2:
+            return iter(self._below_gpu[slower[0]]) if slower else iter(())
         merged = heapq.merge(*(self._below_gpu[each].items() for each in slower), key=itemgetter(1))
         return (block for block, _ in merged)
 
