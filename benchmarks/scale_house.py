@@ -113,7 +113,7 @@ def build(num_blocks: int, block_tokens: int = 16, policy: str = "lru", *, index
         InstantEngine(),
         Metrics(),
         block_bytes=1 << 20,
-        watermarks={tier: Watermark(0.95, 0.9) for tier in (Tier.GPU, Tier.CPU)},
+        watermarks={tier: Watermark(0.95, 0.02) for tier in (Tier.GPU, Tier.CPU)},  # nothing is copied down early
         io_timeout_s=30.0,
         labels=labels,
     )
@@ -126,6 +126,8 @@ def build(num_blocks: int, block_tokens: int = 16, policy: str = "lru", *, index
     while (left := num_blocks - house.num_blocks) > 0:
         house.add_idle(min(left, CONVERSATION_BLOCKS))
     house.manager.poll()
+    if placement.moves:
+        raise RuntimeError("something is due in a house that should be at rest")
     return house
 
 

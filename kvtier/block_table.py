@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
-from kvtier.identity import token_content
+from kvtier.identity import content_of_runs
+from kvtier.token_runs import TokenRuns
 from kvtier.types import BlockId, SequenceId
 
 
@@ -55,7 +56,7 @@ class BlockTable:
     """One sequence's ordered block ids and committed tokens.
 
     A *column* is a place in the padded batch that the caller sees: a token or padding. Blocks hold tokens only. All
-    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 9 bytes a token.
+    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 4 bytes a token.
     """
 
     def __init__(self, sequence: SequenceId, block_tokens: int) -> None:
@@ -66,8 +67,8 @@ class BlockTable:
         self.padding: list[Padding] = []
         """In order; no two at the same token."""
         self._ids = array("i")  # of the first tokens: up to the first that was fed as an embedding
-        self._positions = array("i")
-        self._made = bytearray()
+        self._runs = TokenRuns()
+        """Of each token its position and, as a number, its `Made`."""
 
     @property
     def length(self) -> int:
@@ -97,7 +98,7 @@ class BlockTable:
     @property
     def is_counted(self) -> bool:
         """Whether all positions count from 0, and there is no padding."""
-        return not self.padding and self._positions == array("i", range(self.num_tokens))
+        return not self.padding and self._runs.is_counted
 
     def ids(self) -> array[int]:
         """As `token_ids`, 4 bytes each."""
@@ -128,14 +129,24 @@ class BlockTable:
         if last > len(self._ids):
             return None
         padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last] if with_padding else []
-        return token_content(self._ids[first:last], self._positions[first:last], padding)
+        return content_of_runs(self._ids[first:last], self._positions(first, last), padding)
 
     def tail_content(self) -> bytes | None:
         """As `content`, of the tail's few tokens, without padding; None where ids are unknown or there is no tail."""
         first = self.num_full_blocks * self.block_tokens
         if not self.tail_tokens or len(self._ids) < self.num_tokens:
             return None
-        return token_content(self._ids[first:], self._positions[first:], ())
+        return content_of_runs(self._ids[first:], self._positions(first, self.num_tokens), ())
+
+    def _positions(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Of tokens `first … last - 1`: first position and length of each longest run of neighbouring ones."""
+        runs: list[tuple[int, int]] = []
+        for position, count, _ in self._runs.runs(first, last):
+            if runs and sum(runs[-1]) == position:  # what they were made from differs
+                runs[-1] = runs[-1][0], runs[-1][1] + count
+            else:
+                runs.append((position, count))
+        return runs
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Tokens `first … last - 1` as runs of neighbouring columns: `(column, token, count)`. O(runs)."""
@@ -156,7 +167,7 @@ class BlockTable:
         """Why tokens `first … last - 1` cannot be computed again; None when they can."""
         if last > len(self._ids):
             return "some of its tokens were fed as inputs_embeds, and their ids are not known"
-        if Made.OTHERWISE in self._made[first:last]:
+        if any(made == Made.OTHERWISE for _, _, made in self._runs.runs(first, last)):
             return (
                 "some of its tokens were computed under hooks or autocast, after something was set on the model's "
                 "modules, or with inputs beside ids, positions and a mask (token types, …)"
@@ -169,9 +180,13 @@ class BlockTable:
         `obstacle` must have none. O(columns before `last`) for each.
         """
         while first < last:
-            made, end = self._made[first], first + 1
-            while end < last and self._made[end] == made:
-                end += 1
+            made, end = self._runs.number(first), first
+            placed: list[int] = []
+            for position, count, each in self._runs.runs(first, last):
+                if each != made:
+                    break
+                placed += range(position, position + count)
+                end += count
             begin, columns = self.column(first), self.column(end)
             mask = [False] * columns
             ids, positions = [0] * (columns - begin), [0] * (columns - begin)
@@ -181,7 +196,7 @@ class BlockTable:
                     skipped = max(0, first - token)
                     new = slice(column + skipped - begin, column + count - begin)
                     ids[new] = self._ids[token + skipped : token + count]
-                    positions[new] = self._positions[token + skipped : token + count]
+                    positions[new] = placed[token + skipped - first : token + count - first]
             yield Span(ids, positions if made == Made.PLACED else None, mask)
             first = end
 
@@ -207,8 +222,7 @@ class BlockTable:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
         del self._ids[self.num_tokens :]  # an append that was interrupted here must not name tokens that are not held
-        del self._positions[self.num_tokens :]
-        del self._made[self.num_tokens :]
+        self._runs.truncate(self.num_tokens)
         total = self.num_tokens + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
             raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")
@@ -218,8 +232,7 @@ class BlockTable:
             raise IntegrityError(f"{len(positions)} positions for {num_tokens} tokens")
         if token_ids is not None and self.source is TokenSource.IDS:
             self._ids.extend(token_ids)
-        self._positions.extend(range(self.num_tokens, total) if positions is None else positions)
-        self._made.extend([made] * num_tokens)
+        self._runs.extend(range(self.num_tokens, total) if positions is None else positions, made)
         self.blocks.extend(new_blocks)
         for run in padding:
             self._pad(self.num_tokens + run.at, run.count)
@@ -272,8 +285,7 @@ class BlockTable:
         dropped = self.blocks[keep:]
         del self.blocks[keep:]
         del self._ids[num_tokens:]
-        del self._positions[num_tokens:]
-        del self._made[num_tokens:]
+        self._runs.truncate(num_tokens)
         self.padding = kept
         self.num_tokens = num_tokens
         return dropped
@@ -285,8 +297,7 @@ class BlockTable:
         twin.num_tokens = self.num_tokens
         twin.padding = list(self.padding)
         twin._ids = array("i", self._ids)
-        twin._positions = array("i", self._positions)
-        twin._made = bytearray(self._made)
+        twin._runs = self._runs.copy()
         return twin
 
     def check_integrity(self) -> None:
@@ -295,14 +306,10 @@ class BlockTable:
             raise IntegrityError(f"sequence {self.sequence}: {self.num_tokens} tokens in {len(self.blocks)} blocks")
         if len(set(self.blocks)) != len(self.blocks):
             raise IntegrityError(f"sequence {self.sequence} holds a block twice")
-        if len(self._ids) > self.num_tokens or len(self._positions) != self.num_tokens:
+        if len(self._ids) > self.num_tokens or self._runs.num_tokens != self.num_tokens:
             raise IntegrityError(
-                f"sequence {self.sequence}: {len(self._ids)} ids and {len(self._positions)} positions for "
+                f"sequence {self.sequence}: {len(self._ids)} ids and {self._runs.num_tokens} positions for "
                 f"{self.num_tokens} tokens"
-            )
-        if len(self._made) != self.num_tokens:
-            raise IntegrityError(
-                f"sequence {self.sequence}: {len(self._made)} of {self.num_tokens} tokens say what from"
             )
         places = [padding.at for padding in self.padding]
         if places != sorted(set(places)) or any(p.count < 1 or p.at > self.num_tokens for p in self.padding):

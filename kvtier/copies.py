@@ -26,6 +26,8 @@ class Copies:
     ) -> None:
         self.pools = dict(pools)
         self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
+        self.cached_policies = {tier: policy.untold() for tier, policy in self.policies.items()}
+        """Told of cached blocks alone: they are few, or go first, and nobody looks for them among all the others."""
         self.reads = Reads(self.policies)
         self.metrics = metrics
         self.residency = ResidencyTable()
@@ -61,7 +63,7 @@ class Copies:
         self.running_blocks.copied(block, tier)
         record = self.residency[block]
         if self._is_cached(block, record):
-            self.num_cached[tier] += 1
+            self._cache(block, record, tier)
         self.policies[tier].inserted(block, record.sequence, record.index)
         self._note_only_copies()
 
@@ -84,7 +86,7 @@ class Copies:
         slot = self.residency.drop_copy(block, tier)
         self.running_blocks.dropped(block, tier)
         if self._is_cached(block, self.residency[block]):
-            self.num_cached[tier] -= 1
+            self._uncache(block, tier)
         self.policies[tier].removed(block)
         self._note_only_copies()
         return slot
@@ -134,7 +136,7 @@ class Copies:
         if block in self.prefixes:
             record = self.residency[block]
             if self._is_cached(block, record):
-                self._count_cached(record, -1)
+                self._uncache(block, *record.copies)
             self.prefixes.remove(block, why)
             self.release(block)
 
@@ -167,16 +169,23 @@ class Copies:
     def _is_cached(self, block: BlockId, record: BlockRecord) -> bool:
         return record.holders == 1 and block in self.prefixes
 
-    def _count_cached(self, record: BlockRecord, change: int) -> None:
-        """It is cached from now on (1), or no longer (-1)."""
-        for tier in record.copies:
-            self.num_cached[tier] += change
+    def _cache(self, block: BlockId, record: BlockRecord, *tiers: Tier) -> None:
+        """The block, which is cached, lies on these tiers from now on, or is cached from now on."""
+        for tier in tiers:
+            self.num_cached[tier] += 1
+            self.cached_policies[tier].inserted(block, record.sequence, record.index)
+
+    def _uncache(self, block: BlockId, *tiers: Tier) -> None:
+        """It lies there no longer, or is cached no longer."""
+        for tier in tiers:
+            self.num_cached[tier] -= 1
+            self.cached_policies[tier].removed(block)
 
     def hold(self, block: BlockId) -> None:
         """One holder more."""
         record = self.residency[block]
         if self._is_cached(block, record):
-            self._count_cached(record, -1)
+            self._uncache(block, *record.copies)
         record.holders += 1
 
     def adopt(self, sequence: SequenceId, index: int, sealed: Sealed, slot: Slot) -> BlockId | None:
@@ -250,7 +259,7 @@ class Copies:
             if record.move is None:
                 self._forget(block)
         elif self._is_cached(block, record):
-            self._count_cached(record, 1)
+            self._cache(block, record, *record.copies)
 
     def _forget(self, block: BlockId) -> None:
         for tier in list(self.residency[block].copies):

@@ -337,7 +337,8 @@ class Placement(Mover):
     def _named(self, tier: Tier, num_blocks: int, evictable: View) -> list[BlockId]:
         if isinstance(evictable, Evictable) and evictable.running:
             self.reads.tell_all()
-        names = self.policies[tier].victims(num_blocks, evictable)
+        policy = self.cached_policies[tier] if isinstance(evictable, Cached) else self.policies[tier]
+        names = policy.victims(num_blocks, evictable)
         if isinstance(evictable, Evictable) and evictable.num_looked_at > self.MAX_PASSED + 2 * num_blocks:
             self.reads.tell_all()  # running blocks stood in the way: what was read goes to the end, with most policies
         return names

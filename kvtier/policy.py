@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -92,12 +93,25 @@ class GuardedPolicy(EvictionPolicy):
         self._policy, self._tier = policy, tier_label
         self._logged: set[str] = set()
 
+    def untold(self) -> GuardedPolicy:
+        """Another one of the same policy, which was told nothing yet.
+
+        Raises ConfigError: it cannot be copied.
+        """
+        try:
+            return GuardedPolicy(copy.deepcopy(self._policy), self._tier)
+        except Exception as error:  # a user's class may raise anything; nothing is allocated yet
+            raise ConfigError(
+                f"eviction.{self._tier}: {type(self._policy).__name__} cannot be copied: {error}; cached blocks have a "
+                "policy of their own, a copy made before it is told anything: define __deepcopy__"
+            ) from error
+
     def _log(self, method: str) -> None:
         if method not in self._logged:
             self._logged.add(method)
             logger.exception("the %s eviction policy's %s raised; going on without it", self._tier, method)
 
-    # A user's own code may raise whatever it likes. Four times the same, for a context manager costs more than the call.
+    # A user's own code may raise whatever it likes. Four times the same: a context manager costs more than the call.
 
     def inserted(self, block: BlockId, sequence: SequenceId, index: int) -> None:
         try:

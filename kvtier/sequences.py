@@ -188,7 +188,8 @@ class Sequences:
         self._release(blocks)
 
     def _release(self, blocks: Sequence[BlockId]) -> None:
-        for block in blocks:
+        # Those of them that stay cached go in this order, and the last block of a prefix must be first.
+        for block in reversed(blocks):
             self.placement.release(block)
 
     def drop(self, batch: Batch) -> None:

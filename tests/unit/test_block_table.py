@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.block_table import BlockTable, Padding, TokenSource
+from kvtier.block_table import BlockTable, Made, Padding, TokenSource
 from kvtier.errors import IntegrityError
+from kvtier.token_runs import TokenRuns
 from kvtier.types import BlockId, SequenceId
 
 
@@ -320,6 +321,50 @@ def test_integrity_sees_padding_that_is_nowhere_and_lost_positions() -> None:
         with pytest.raises(IntegrityError, match="padding"):
             table.check_integrity()
     table = padded(1, 2)
-    table._positions.pop()
+    table._runs.truncate(1)
     with pytest.raises(IntegrityError, match="2 ids and 1 positions"):
         table.check_integrity()
+
+
+def test_positions_and_what_tokens_were_made_from_take_a_run_each() -> None:
+    table = BlockTable(SequenceId(1), 4)
+    for first in range(0, 40, 4):
+        table.append(4, range(first, first + 4), blocks(first))
+    assert len(table._runs) == 1 and table.is_counted
+    table.append(2, [1, 2], blocks(80), made=Made.PLACED)
+    assert len(table._runs) == 2 and table.is_counted
+    table.append(2, [1, 2], [], positions=[7, 9], made=Made.PLACED)
+    assert len(table._runs) == 4 and not table.is_counted
+    assert [(span.positions, span.ids) for span in table.spans(38, 44)] == [
+        (None, [38, 39]),
+        ([40, 41, 7, 9], [1, 2, 1, 2]),
+    ]
+    table.truncate(43)
+    assert len(table._runs) == 3
+    table.truncate(41)
+    assert len(table._runs) == 2 and table.is_counted
+    table.check_integrity()
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(["count", "place", "crop"]), st.integers(0, 9), st.integers(0, 3))))
+def test_runs_are_what_lists_of_positions_and_numbers_would_be(actions: list[tuple[str, int, int]]) -> None:
+    runs, model = TokenRuns(), list[tuple[int, int]]()
+    for action, amount, number in actions:
+        if action == "count":
+            runs.extend(range(len(model), len(model) + amount), number)
+            model += [(len(model) + i, number) for i in range(amount)]
+        elif action == "place":
+            positions = [number + i * (i % 3) for i in range(amount)]
+            runs.extend(positions, number)
+            model += [(position, number) for position in positions]
+        else:
+            runs.truncate(max(0, len(model) - amount))
+            del model[max(0, len(model) - amount) :]
+        assert runs.num_tokens == len(model)
+        twin = runs.copy()
+        for first in range(0, len(model) + 1, 3):
+            found = [(p + i, n) for p, count, n in twin.runs(first, len(model)) for i in range(count)]
+            assert found == model[first:]
+        assert [runs.number(token) for token in range(len(model))] == [n for _, n in model]
+        assert runs.is_counted is all(position == token for token, (position, _) in enumerate(model))
