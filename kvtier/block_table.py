@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
 from kvtier.identity import content_of_runs
+from kvtier.token_ids import TokenIds
 from kvtier.token_runs import TokenRuns
 from kvtier.types import BlockId, SequenceId
 
@@ -56,7 +57,8 @@ class BlockTable:
     """One sequence's ordered block ids and committed tokens.
 
     A *column* is a place in the padded batch that the caller sees: a token or padding. Blocks hold tokens only. All
-    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 4 bytes a token.
+    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 4 bytes a token, or
+    none where a block's label has its ids.
     """
 
     def __init__(self, sequence: SequenceId, block_tokens: int) -> None:
@@ -66,7 +68,8 @@ class BlockTable:
         self.num_tokens = 0
         self.padding: list[Padding] = []
         """In order; no two at the same token."""
-        self._ids = array("i")  # of the first tokens: up to the first that was fed as an embedding
+        self._ids = TokenIds(block_tokens)
+        """Of the first tokens: up to the first that was fed as an embedding."""
         self._runs = TokenRuns()
         """Of each token its position and, as a number, its `Made`."""
 
@@ -102,11 +105,11 @@ class BlockTable:
 
     def ids(self) -> array[int]:
         """As `token_ids`, 4 bytes each."""
-        return self._ids[:] if self.source is TokenSource.IDS else array("i")
+        return self._ids.slice(0, self.num_tokens) if self.source is TokenSource.IDS else array("i")
 
     def token_ids(self) -> list[int]:
         """The committed token ids, oldest first, without padding. Empty if any token was fed as an embedding."""
-        return list(self._ids) if self.source is TokenSource.IDS else []
+        return self.ids().tolist()
 
     def first_difference(self, token_ids: Sequence[int]) -> int | None:
         """Index of the first token at which `token_ids` departs from what is held, or None when neither does.
@@ -114,10 +117,10 @@ class BlockTable:
         Compares as many tokens as both have, up to the first that was fed as an embedding.
         """
         length = min(len(token_ids), len(self._ids))
-        given = array("i", token_ids[:length])
-        if given == self._ids[:length]:
+        given, held = array("i", token_ids[:length]), self._ids.slice(0, length)
+        if given == held:
             return None
-        return next(i for i, (a, b) in enumerate(zip(given, self._ids, strict=False)) if a != b)
+        return next(i for i, (a, b) in enumerate(zip(given, held, strict=True)) if a != b)
 
     def content(self, index: int, *, with_padding: bool = True) -> bytes | None:
         """What makes full block `index` equal to another sequence's that has the same parent block, or None.
@@ -129,14 +132,19 @@ class BlockTable:
         if last > len(self._ids):
             return None
         padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last] if with_padding else []
-        return content_of_runs(self._ids[first:last], self._positions(first, last), padding)
+        return content_of_runs(self._ids.slice(first, last), self._positions(first, last), padding)
+
+    def share_ids(self, first_block: int, contents: Sequence[bytes]) -> None:
+        """What full blocks from number `first_block` on are labelled with, `content` of each: their ids need not be
+        kept here too. Raises IntegrityError: these are other tokens'."""
+        self._ids.share(first_block, contents)
 
     def tail_content(self) -> bytes | None:
         """As `content`, of the tail's few tokens, without padding; None where ids are unknown or there is no tail."""
         first = self.num_full_blocks * self.block_tokens
         if not self.tail_tokens or len(self._ids) < self.num_tokens:
             return None
-        return content_of_runs(self._ids[first:], self._positions(first, self.num_tokens), ())
+        return content_of_runs(self._ids.slice(first, self.num_tokens), self._positions(first, self.num_tokens), ())
 
     def _positions(self, first: int, last: int) -> list[tuple[int, int]]:
         """Of tokens `first … last - 1`: first position and length of each longest run of neighbouring ones."""
@@ -195,7 +203,7 @@ class BlockTable:
                 if token + count > first:
                     skipped = max(0, first - token)
                     new = slice(column + skipped - begin, column + count - begin)
-                    ids[new] = self._ids[token + skipped : token + count]
+                    ids[new] = self._ids.slice(token + skipped, token + count)
                     positions[new] = placed[token + skipped - first : token + count - first]
             yield Span(ids, positions if made == Made.PLACED else None, mask)
             first = end
@@ -221,7 +229,8 @@ class BlockTable:
         Raises:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
-        del self._ids[self.num_tokens :]  # an append that was interrupted here must not name tokens that are not held
+        # An append that was interrupted here must not name tokens that are not held.
+        self._ids.truncate(self.num_tokens)
         self._runs.truncate(self.num_tokens)
         total = self.num_tokens + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
@@ -284,7 +293,7 @@ class BlockTable:
         keep = -(-num_tokens // self.block_tokens)
         dropped = self.blocks[keep:]
         del self.blocks[keep:]
-        del self._ids[num_tokens:]
+        self._ids.truncate(num_tokens)
         self._runs.truncate(num_tokens)
         self.padding = kept
         self.num_tokens = num_tokens
@@ -296,7 +305,7 @@ class BlockTable:
         twin.blocks = list(self.blocks)
         twin.num_tokens = self.num_tokens
         twin.padding = list(self.padding)
-        twin._ids = array("i", self._ids)
+        twin._ids = self._ids.copy()
         twin._runs = self._runs.copy()
         return twin
 

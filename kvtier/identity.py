@@ -94,6 +94,20 @@ def content_of_runs(ids: array[int], runs: Sequence[tuple[int, int]], padding: S
     return framed([("ids", _little(ids)), ("positions", _little(positions)), ("padding", _little(columns))])
 
 
+def ids_of(content: bytes) -> array[int]:
+    """The ids in a `token_content`. O(tokens), in C."""
+    (num_bytes,) = struct.unpack_from("<Q", content, _IDS_AT - 8)
+    ids = array("i")
+    ids.frombytes(memoryview(content)[_IDS_AT : _IDS_AT + num_bytes])
+    if sys.byteorder != "little":
+        ids.byteswap()
+    return ids
+
+
+_IDS_AT = 8 + len(b"ids") + 8
+"""Where they begin in it: behind the lengths of the field's name and of the field."""
+
+
 def _little(numbers: array[int]) -> bytes:
     if sys.byteorder != "little":
         numbers = numbers[:]

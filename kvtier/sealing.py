@@ -56,14 +56,19 @@ class Sealer:
         labels, residency = self.placement.labels, self.placement.residency
         if labels is None or origin is None:
             return
+        contents: list[bytes] = []
         for index in range(first, table.num_full_blocks):
             content = table.content(index, with_padding=self._past is not Past.BLOCKS)
             if content is None:  # fed as embeddings: this one and all behind it
-                return
+                break
             parent = residency[table.blocks[index - 1]].sealed if index else None
-            residency[table.blocks[index]].sealed = labels.seal(origin, parent, content, is_first=index == 0)
+            sealed = labels.seal(origin, parent, content, is_first=index == 0)
+            residency[table.blocks[index]].sealed = sealed
+            if sealed is not None and len(contents) == index - first:
+                contents.append(content)
             if self.indexes:
                 self.placement.index(table.blocks[index])
+        table.share_ids(first, contents)
 
     def _join(self, batch: Batch, first: int) -> None:
         """Equal tokens are not enough: a hook, an adapter or token types may have given rows other KV for them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Made, Padding
@@ -107,6 +108,7 @@ class Sequences:
                 len(begin.token_ids), begin.token_ids, begin.blocks, positions=range(len(begin.token_ids)),
                 padding=[Padding(0, padding)] if padding else [], made=Made.PLACED,
             )  # fmt: skip
+            self._share_ids(table, 0, begin.blocks)
             self.placement.running_blocks.gained(table.sequence, begin.blocks)
         self.truncate(batch, length)
 
@@ -120,7 +122,13 @@ class Sequences:
         table.append(
             len(token_ids), token_ids, blocks, positions=range(first, first + len(token_ids)), made=Made.PLACED
         )
+        self._share_ids(table, first // self.block_tokens, blocks)
         self.placement.running_blocks.gained(table.sequence, blocks)
+
+    def _share_ids(self, table: BlockTable, first_block: int, blocks: Sequence[BlockId]) -> None:
+        """What these full blocks are labelled with need not be kept by the row too."""
+        labelled = (self.placement.residency[block].sealed for block in blocks)
+        table.share_ids(first_block, [each.label.content for each in takewhile(bool, labelled) if each is not None])
 
     def seal(self, batch: Batch) -> None:
         """As `Sealer.seal`."""

@@ -124,7 +124,7 @@ def test_integrity_sees_lost_blocks_double_blocks_and_lost_ids() -> None:
     with pytest.raises(IntegrityError, match="holds a block twice"):
         table.check_integrity()
     table = table_of(6)
-    table._ids.append(1)
+    table._ids.extend([1])
     with pytest.raises(IntegrityError, match="7 ids and 6 positions for 6 tokens"):
         table.check_integrity()
 
@@ -368,3 +368,39 @@ def test_runs_are_what_lists_of_positions_and_numbers_would_be(actions: list[tup
             assert found == model[first:]
         assert [runs.number(token) for token in range(len(model))] == [n for _, n in model]
         assert runs.is_counted is all(position == token for token, (position, _) in enumerate(model))
+
+
+def test_ids_that_a_label_has_are_not_kept_twice_and_are_the_same_after_any_crop() -> None:
+    table = table_of(19)
+    contents = [table.content(index) for index in range(4)]
+    assert all(content is not None for content in contents)
+    plain, wanted = table.fork(SequenceId(2)), table.token_ids()
+    table.share_ids(0, [content for content in contents if content is not None])
+    assert len(table._ids._rest) == 3
+    assert table.fork(SequenceId(3))._ids._contents[1] is contents[1]
+    for length in range(20):
+        for first in range(length + 1):
+            assert table._ids.slice(first, length).tolist() == wanted[first:length]
+    for index in range(5):
+        assert table.content(index) == plain.content(index)
+    for length in (18, 16, 14, 12, 9, 4, 1, 0):
+        twin = table.fork(SequenceId(4))
+        twin.truncate(length)
+        assert twin.token_ids() == wanted[:length]
+        assert twin.first_difference([*wanted[:length], 5]) is None
+        twin.append(7, range(7), blocks(*range(50, 50 + -(-(length + 7) // 4) - -(-length // 4))))
+        assert twin.token_ids() == [*wanted[:length], *range(7)]
+        twin.check_integrity()
+    assert table.token_ids() == wanted
+    assert table.first_difference([*wanted[:9], 1]) == 9
+
+
+def test_contents_of_other_tokens_are_refused_and_those_behind_a_gap_left() -> None:
+    table, other = table_of(12), BlockTable(SequenceId(2), 4)
+    other.append(12, range(12), blocks(7, 8, 9))
+    foreign, own = other.content(0), table.content(1)
+    assert foreign is not None and own is not None
+    with pytest.raises(IntegrityError, match="other tokens"):
+        table.share_ids(0, [foreign])
+    table.share_ids(1, [own])
+    assert table._ids._contents == [] and table.token_ids() == list(range(100, 112))

@@ -42,10 +42,10 @@ def instrumented(house: House, visits: Visits) -> None:
     owners: list[tuple[object, str]] = [
         (placement.residency, "_records"), (house.manager, "tables"), (placement, "unreadable"),
         (placement, "sequence_metrics"), (placement, "kept"), (placement, "pinned"),
-        (placement.prefixes, "_entries"), (placement.prefixes, "_identities"),
+        (placement.prefixes, "_blocks"), (placement.prefixes, "_sealed"),
     ]  # fmt: skip
     for tier, pool in placement.pools.items():
-        owners += [(pool, name) for name in ("_free", "_taken", "_held", "_retired")]
+        owners += [(pool, name) for name in ("_free", "_held", "_retired")]
         policies = placement.policies[tier], placement.cached_policies[tier]
         owners += [(policy._policy, "_blocks") for policy in policies]
         placement.residency.redundant[tier] = visits.counting(placement.residency.redundant[tier])
