@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Container
-from typing import Protocol
 
 from kvtier.copies import Copies
 from kvtier.types import BlockId, Tier
 
 
-class View(Container[BlockId], Protocol):
+class View(Container[BlockId]):
     """Some of a tier's blocks, and a bound on how many: a policy need not be asked for what is not there."""
 
     @property
+    @abstractmethod
     def most(self) -> int:
         """At least as many as it contains. O(1)."""
-        ...
 
 
 class Evictable(View):

@@ -6,6 +6,7 @@ and every hash begins with what it is of, so that none of one kind can be taken 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 import sys
@@ -27,9 +28,18 @@ def framed(fields: Iterable[tuple[str, bytes]]) -> bytes:
     """Names and values as one string of bytes, each behind its length (8 bytes, little-endian). Injective."""
     parts: list[bytes] = []
     for name, value in fields:
-        for part in (name.encode(), value):
-            parts += (struct.pack("<Q", len(part)), part)
+        parts += (_framed_name(name), _LENGTH(len(value)), value)
     return b"".join(parts)
+
+
+_LENGTH = struct.Struct("<Q").pack
+
+
+@functools.lru_cache(maxsize=256)
+def _framed_name(name: str) -> bytes:
+    """The same few names stand in every block's identity."""
+    encoded = name.encode()
+    return _LENGTH(len(encoded)) + encoded
 
 
 def digest(kind: str, fields: Iterable[tuple[str, bytes]]) -> bytes:

@@ -122,7 +122,7 @@ class Mover(TierUse):
             self._commit(result)
         for breaker in self.breakers.values():
             breaker.look()
-        if not self.is_readable(Tier.NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s:
+        if self.moves and (not self.is_readable(Tier.NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s):
             self._pass_deadline()
 
     def wait(self) -> None:

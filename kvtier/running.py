@@ -115,6 +115,11 @@ class RunningBlocks(Set[BlockId]):
         count = self._num_copies[tier]
         return count if running else self._residency.num_copies[tier] - count
 
+    def num_below(self, tier: Tier) -> int:
+        """Blocks whose fastest copy lies below `tier`."""
+        count = len(self._below_gpu[Tier.NVME])
+        return count + len(self._below_gpu[Tier.CPU]) if tier is Tier.GPU else count if tier is Tier.CPU else 0
+
     def below(self, tier: Tier, is_readable: Callable[[Tier], bool]) -> Iterator[BlockId]:
         """Blocks whose fastest copy lies below `tier`, on a tier that can be read, in the order in which they got
         there, or came to run. O(1) for each that is taken."""

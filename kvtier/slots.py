@@ -19,7 +19,10 @@ class SlotSet(MutableSet[int]):
             self.add(slot)
 
     def __contains__(self, slot: object) -> bool:
-        return isinstance(slot, int) and 0 <= slot < len(self._is_in) and self._is_in[slot] == 1
+        try:
+            return self._is_in[slot] == 1 and slot >= 0  # type: ignore[index, operator]  # Container promises `object`
+        except IndexError:
+            return False
 
     def __iter__(self) -> Iterator[int]:
         return (slot for slot, is_in in enumerate(self._is_in) if is_in)

@@ -20,6 +20,8 @@ class Upkeep:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self.keeper = Keeper(placement)
+        self._emptied = [tier for tier in (Tier.GPU, Tier.CPU) if tier in placement.pools and placement.lower(tier)]
+        """Tiers whose blocks can go further down."""
         self.step_slots = 0
         """Slots of the gpu tier that a step of one row takes at most: as many are made free ahead, within `low`."""
         # Bounded: a block that is forgotten here is copied down when it is demoted.
@@ -36,21 +38,23 @@ class Upkeep:
         for tier, growth in placement.regrowth.items():
             if placement.is_readable(tier):  # asking a disk that hangs would hang too
                 growth.look()
-        for tier in (Tier.GPU, Tier.CPU):
-            if tier in placement.pools and placement.lower(tier) is not None:
-                self._demote_to_low(tier)
-        self._copy_down()
+        for tier in self._emptied:
+            self._demote_to_low(tier)
+        if self._to_copy_down:
+            self._copy_down()
         self._promote()
         self.keeper.run(self.MAX_BACKGROUND)
 
     def _demote_to_low(self, tier: Tier) -> None:
         placement = self._placement
         pool, mark = placement.pools[tier], placement.watermarks[tier]
-        surplus = pool.num_used - placement.leaving(tier) - int(mark.low_frac * pool.ceiling)
         is_ahead = pool.used_frac <= mark.high_frac
+        if is_ahead and tier is not Tier.GPU:
+            return
+        leaving = placement.leaving(tier)
+        surplus = pool.num_used - leaving - int(mark.low_frac * pool.ceiling)
         if is_ahead:  # of nobody's need yet: a step that has to wait for room waits for one tier after the other
-            free = pool.num_free + placement.leaving(tier)
-            surplus = min(surplus, self.step_slots - free) if tier is Tier.GPU else 0
+            surplus = min(surplus, self.step_slots - pool.num_free - leaving)
         if surplus > 0:
             done = placement.give_up(tier, surplus, idle_only=is_ahead, early=True)
             if done < surplus:
@@ -83,6 +87,8 @@ class Upkeep:
         """Bring running sequences' blocks up while there is room below `low`; idle sequences' blocks make room."""
         placement = self._placement
         for tier in (Tier.GPU, Tier.CPU):
+            if not placement.running_blocks.num_below(tier):
+                continue
             pool = placement.pools.get(tier)
             spilled = list(islice(self._spilled(tier), max(0, self.MAX_BACKGROUND - len(placement.moves))))
             if pool is None or not spilled:
