@@ -35,19 +35,21 @@ def one_layer(max_tokens: int) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(torch.float32).eval()
 
 
-def config_for(case: str, num_tokens: int, token_bytes: int) -> dict[str, Any]:
-    """Room for the whole context on the gpu tier, or for an eighth of it, and for the rest on the cpu tier."""
+def config_for(case: str, num_tokens: int, token_bytes: int, gpu_frac: float = 1.0) -> dict[str, Any]:
+    """Room for the whole context on each tier; `gpu_frac` of the gpu tier's slots are used."""
     kv_bytes = (num_tokens + 4 * BLOCK_TOKENS) * token_bytes
-    room = 16 << 20  # scratch and ring
-    tiers: dict[str, Any] = {"gpu": {"budget": room + 2 * kv_bytes, "high": 1.0, "low": 0.99}}
+    room = 4 << 20  # scratch and ring
+    tiers: dict[str, Any] = {"gpu": {"budget": room + kv_bytes, "high": gpu_frac, "low": 0.9 * gpu_frac}}
     if case == "spilled":
-        tiers["gpu"]["budget"] = _spilled_budget(num_tokens, token_bytes)
-        tiers["cpu"] = {"budget": 2 * kv_bytes + (1 << 20)}
+        tiers["cpu"] = {"budget": kv_bytes + (1 << 20), "high": 1.0, "low": 0.99}
     return {"block_tokens": BLOCK_TOKENS, "prefill_chunk": BLOCK_TOKENS, "prefix_cache": False, "tiers": tiers}
 
 
-def _spilled_budget(num_tokens: int, token_bytes: int) -> int:
-    return (8 << 20) + num_tokens * token_bytes // 8
+def _gpu_frac(model: Any, num_tokens: int, token_bytes: int) -> float:
+    """So that an eighth of the context's blocks stay on the gpu tier, and two at least."""
+    with TieredKV(model, config_for("spilled", num_tokens, token_bytes)) as tiered:
+        num_slots = tiered.stats()["tiers"]["gpu"]["num_slots"]
+    return float(max(2, num_tokens // BLOCK_TOKENS // 8) / num_slots)
 
 
 @contextmanager
@@ -87,7 +89,8 @@ def measure(case: str, num_tokens: int, num_rounds: int) -> dict[str, Any]:
             plain = fill_plain(model, num_tokens, generator)
             return row | _rounds(lambda: model(ids[:, :1], cache=plain, use_cache=True), num_rounds)
         token_bytes = 2 * 2 * (128 // 4) * 4
-        with TieredKV(model, config_for(case, num_tokens, token_bytes)) as tiered:
+        gpu_frac = _gpu_frac(model, num_tokens, token_bytes) if case == "spilled" else 1.0
+        with TieredKV(model, config_for(case, num_tokens, token_bytes, gpu_frac)) as tiered:
             cache = tiered.new_cache()
             fill(tiered, cache, ids, generator)
             with _counted(tiered) as control_s:
