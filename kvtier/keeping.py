@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from kvtier.errors import CapacityError
 from kvtier.labels import Sealed
@@ -79,11 +79,11 @@ class Keeper:
 
     def _keep(self, blocks: Sequence[BlockId], tails: Mapping[BlockId, Sealed | None], makes_room: bool) -> None:
         placement = self._placement
-        todo = deque(block for block in blocks if not placement.is_labelled(block))
+        todo, own = deque(block for block in blocks if not placement.is_labelled(block)), set(blocks)
         while todo:
             block = todo[0]
             placement.settle(block)
-            if len(self._writing(blocks)) >= self.MAX_AT_ONCE:
+            if self._num_writing(own) >= self.MAX_AT_ONCE:
                 placement.wait()
                 continue
             record = placement.residency[block]
@@ -95,7 +95,7 @@ class Keeper:
                 if not self._start(block, tails.get(block, record.sealed), makes_room):
                     break
             todo.popleft()
-        while self._writing(blocks):
+        while self._num_writing(own):
             placement.wait()
 
     def _bring_up(self, block: BlockId) -> bool:
@@ -131,9 +131,9 @@ class Keeper:
             if time.monotonic() > deadline_s or self.keep(chain, {}, makes_room=False) < len(chain):
                 return
 
-    def _writing(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        moves = [(block, self._placement.residency[block].move) for block in blocks]
-        return [block for block, move in moves if move is not None and move.dest is Tier.NVME]
+    def _num_writing(self, blocks: Set[BlockId]) -> int:
+        """How many of them are being written. O(moves in flight)."""
+        return sum(move.dest is Tier.NVME and move.block in blocks for move in self._placement.moves.values())
 
     def _start(self, block: BlockId, sealed: Sealed | None, makes_room: bool = True) -> bool:
         """Start writing a block under its label; whether it was."""
