@@ -20,7 +20,8 @@ class SlotSet(MutableSet[int]):
 
     def __contains__(self, slot: object) -> bool:
         try:
-            return self._is_in[slot] == 1 and slot >= 0  # type: ignore[index, operator]  # Container promises `object`
+            # Container promises only `object`
+            return self._is_in[slot] == 1 and slot >= 0  # type: ignore[call-overload, operator]
         except IndexError:
             return False
 
