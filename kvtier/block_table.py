@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
-from kvtier.identity import token_content
+from kvtier.identity import content_of_runs
+from kvtier.token_ids import TokenIds
+from kvtier.token_runs import TokenRuns
 from kvtier.types import BlockId, SequenceId
 
 
@@ -55,7 +57,8 @@ class BlockTable:
     """One sequence's ordered block ids and committed tokens.
 
     A *column* is a place in the padded batch that the caller sees: a token or padding. Blocks hold tokens only. All
-    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 9 bytes a token.
+    blocks but the last are full (`block_tokens` tokens). Forks copy, never share, these lists. 4 bytes a token, or
+    none where a block's label has its ids.
     """
 
     def __init__(self, sequence: SequenceId, block_tokens: int) -> None:
@@ -65,9 +68,10 @@ class BlockTable:
         self.num_tokens = 0
         self.padding: list[Padding] = []
         """In order; no two at the same token."""
-        self._ids = array("i")  # of the first tokens: up to the first that was fed as an embedding
-        self._positions = array("i")
-        self._made = bytearray()
+        self._ids = TokenIds(block_tokens)
+        """Of the first tokens: up to the first that was fed as an embedding."""
+        self._runs = TokenRuns()
+        """Of each token its position and, as a number, its `Made`."""
 
     @property
     def length(self) -> int:
@@ -97,15 +101,15 @@ class BlockTable:
     @property
     def is_counted(self) -> bool:
         """Whether all positions count from 0, and there is no padding."""
-        return not self.padding and self._positions == array("i", range(self.num_tokens))
+        return not self.padding and self._runs.is_counted
 
     def ids(self) -> array[int]:
         """As `token_ids`, 4 bytes each."""
-        return self._ids[:] if self.source is TokenSource.IDS else array("i")
+        return self._ids.slice(0, self.num_tokens) if self.source is TokenSource.IDS else array("i")
 
     def token_ids(self) -> list[int]:
         """The committed token ids, oldest first, without padding. Empty if any token was fed as an embedding."""
-        return list(self._ids) if self.source is TokenSource.IDS else []
+        return self.ids().tolist()
 
     def first_difference(self, token_ids: Sequence[int]) -> int | None:
         """Index of the first token at which `token_ids` departs from what is held, or None when neither does.
@@ -113,10 +117,10 @@ class BlockTable:
         Compares as many tokens as both have, up to the first that was fed as an embedding.
         """
         length = min(len(token_ids), len(self._ids))
-        given = array("i", token_ids[:length])
-        if given == self._ids[:length]:
+        given, held = array("i", token_ids[:length]), self._ids.slice(0, length)
+        if given == held:
             return None
-        return next(i for i, (a, b) in enumerate(zip(given, self._ids, strict=False)) if a != b)
+        return next(i for i, (a, b) in enumerate(zip(given, held, strict=True)) if a != b)
 
     def content(self, index: int, *, with_padding: bool = True) -> bytes | None:
         """What makes full block `index` equal to another sequence's that has the same parent block, or None.
@@ -128,14 +132,29 @@ class BlockTable:
         if last > len(self._ids):
             return None
         padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last] if with_padding else []
-        return token_content(self._ids[first:last], self._positions[first:last], padding)
+        return content_of_runs(self._ids.slice(first, last), self._positions(first, last), padding)
+
+    def share_ids(self, first_block: int, contents: Sequence[bytes]) -> None:
+        """What full blocks from number `first_block` on are labelled with, `content` of each: their ids need not be
+        kept here too. Raises IntegrityError: these are other tokens'."""
+        self._ids.share(first_block, contents)
 
     def tail_content(self) -> bytes | None:
         """As `content`, of the tail's few tokens, without padding; None where ids are unknown or there is no tail."""
         first = self.num_full_blocks * self.block_tokens
         if not self.tail_tokens or len(self._ids) < self.num_tokens:
             return None
-        return token_content(self._ids[first:], self._positions[first:], ())
+        return content_of_runs(self._ids.slice(first, self.num_tokens), self._positions(first, self.num_tokens), ())
+
+    def _positions(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Of tokens `first … last - 1`: first position and length of each longest run of neighbouring ones."""
+        runs: list[tuple[int, int]] = []
+        for position, count, _ in self._runs.runs(first, last):
+            if runs and sum(runs[-1]) == position:  # what they were made from differs
+                runs[-1] = runs[-1][0], runs[-1][1] + count
+            else:
+                runs.append((position, count))
+        return runs
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Tokens `first … last - 1` as runs of neighbouring columns: `(column, token, count)`. O(runs)."""
@@ -156,7 +175,7 @@ class BlockTable:
         """Why tokens `first … last - 1` cannot be computed again; None when they can."""
         if last > len(self._ids):
             return "some of its tokens were fed as inputs_embeds, and their ids are not known"
-        if Made.OTHERWISE in self._made[first:last]:
+        if any(made == Made.OTHERWISE for _, _, made in self._runs.runs(first, last)):
             return (
                 "some of its tokens were computed under hooks or autocast, after something was set on the model's "
                 "modules, or with inputs beside ids, positions and a mask (token types, …)"
@@ -169,9 +188,13 @@ class BlockTable:
         `obstacle` must have none. O(columns before `last`) for each.
         """
         while first < last:
-            made, end = self._made[first], first + 1
-            while end < last and self._made[end] == made:
-                end += 1
+            made, end = self._runs.number(first), first
+            placed: list[int] = []
+            for position, count, each in self._runs.runs(first, last):
+                if each != made:
+                    break
+                placed += range(position, position + count)
+                end += count
             begin, columns = self.column(first), self.column(end)
             mask = [False] * columns
             ids, positions = [0] * (columns - begin), [0] * (columns - begin)
@@ -180,8 +203,8 @@ class BlockTable:
                 if token + count > first:
                     skipped = max(0, first - token)
                     new = slice(column + skipped - begin, column + count - begin)
-                    ids[new] = self._ids[token + skipped : token + count]
-                    positions[new] = self._positions[token + skipped : token + count]
+                    ids[new] = self._ids.slice(token + skipped, token + count)
+                    positions[new] = placed[token + skipped - first : token + count - first]
             yield Span(ids, positions if made == Made.PLACED else None, mask)
             first = end
 
@@ -206,9 +229,9 @@ class BlockTable:
         Raises:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
-        del self._ids[self.num_tokens :]  # an append that was interrupted here must not name tokens that are not held
-        del self._positions[self.num_tokens :]
-        del self._made[self.num_tokens :]
+        # An append that was interrupted here must not name tokens that are not held.
+        self._ids.truncate(self.num_tokens)
+        self._runs.truncate(self.num_tokens)
         total = self.num_tokens + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
             raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")
@@ -218,8 +241,7 @@ class BlockTable:
             raise IntegrityError(f"{len(positions)} positions for {num_tokens} tokens")
         if token_ids is not None and self.source is TokenSource.IDS:
             self._ids.extend(token_ids)
-        self._positions.extend(range(self.num_tokens, total) if positions is None else positions)
-        self._made.extend([made] * num_tokens)
+        self._runs.extend(range(self.num_tokens, total) if positions is None else positions, made)
         self.blocks.extend(new_blocks)
         for run in padding:
             self._pad(self.num_tokens + run.at, run.count)
@@ -271,9 +293,8 @@ class BlockTable:
         keep = -(-num_tokens // self.block_tokens)
         dropped = self.blocks[keep:]
         del self.blocks[keep:]
-        del self._ids[num_tokens:]
-        del self._positions[num_tokens:]
-        del self._made[num_tokens:]
+        self._ids.truncate(num_tokens)
+        self._runs.truncate(num_tokens)
         self.padding = kept
         self.num_tokens = num_tokens
         return dropped
@@ -284,9 +305,8 @@ class BlockTable:
         twin.blocks = list(self.blocks)
         twin.num_tokens = self.num_tokens
         twin.padding = list(self.padding)
-        twin._ids = array("i", self._ids)
-        twin._positions = array("i", self._positions)
-        twin._made = bytearray(self._made)
+        twin._ids = self._ids.copy()
+        twin._runs = self._runs.copy()
         return twin
 
     def check_integrity(self) -> None:
@@ -295,14 +315,10 @@ class BlockTable:
             raise IntegrityError(f"sequence {self.sequence}: {self.num_tokens} tokens in {len(self.blocks)} blocks")
         if len(set(self.blocks)) != len(self.blocks):
             raise IntegrityError(f"sequence {self.sequence} holds a block twice")
-        if len(self._ids) > self.num_tokens or len(self._positions) != self.num_tokens:
+        if len(self._ids) > self.num_tokens or self._runs.num_tokens != self.num_tokens:
             raise IntegrityError(
-                f"sequence {self.sequence}: {len(self._ids)} ids and {len(self._positions)} positions for "
+                f"sequence {self.sequence}: {len(self._ids)} ids and {self._runs.num_tokens} positions for "
                 f"{self.num_tokens} tokens"
-            )
-        if len(self._made) != self.num_tokens:
-            raise IntegrityError(
-                f"sequence {self.sequence}: {len(self._made)} of {self.num_tokens} tokens say what from"
             )
         places = [padding.at for padding in self.padding]
         if places != sorted(set(places)) or any(p.count < 1 or p.at > self.num_tokens for p in self.padding):

@@ -11,7 +11,9 @@ from kvtier.metrics import Metrics
 from kvtier.policy import GuardedPolicy
 from kvtier.prefix import Miss, PrefixIndex
 from kvtier.quota import Quota
-from kvtier.residency import BlockState, ResidencyTable
+from kvtier.reads import Reads
+from kvtier.residency import BlockRecord, BlockState, ResidencyTable
+from kvtier.running import RunningBlocks
 from kvtier.slots import SlotPool
 from kvtier.types import BlockId, EvictionPolicy, SequenceId, Slot, Tier
 
@@ -24,6 +26,9 @@ class Copies:
     ) -> None:
         self.pools = dict(pools)
         self.policies = {tier: GuardedPolicy(policy, tier.label) for tier, policy in policies.items()}
+        self.cached_policies = {tier: policy.untold() for tier, policy in self.policies.items()}
+        """Told of cached blocks alone: they are few, or go first, and nobody looks for them among all the others."""
+        self.reads = Reads(self.policies)
         self.metrics = metrics
         self.residency = ResidencyTable()
         self.prefixes = PrefixIndex()
@@ -42,7 +47,10 @@ class Copies:
         """Blocks whose copy in files is worth more than its slot while there is other room, oldest first."""
         self.pinned: set[BlockId] = set()
         """Blocks of pinned sessions: they are never given up, nor is their copy in files."""
-        self.running_blocks: set[BlockId] = set()
+        self.running_blocks = RunningBlocks(self.residency)
+        """Of rows that run: they are demoted last and come back first."""
+        self.num_cached: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        """Copies on each tier of cached blocks."""
         self.unreadable: set[BlockId] = set()
         """Blocks of which no copy can be read: a promotion failed to, or all were dropped to make room. Reading them
         raises; they are not tried again in the background, and computed again before the next step that needs them."""
@@ -52,7 +60,10 @@ class Copies:
     def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> None:
         """A valid copy appears: residency and the tier's policy learn of it together."""
         self.residency.add_copy(block, tier, slot)
+        self.running_blocks.copied(block, tier)
         record = self.residency[block]
+        if self._is_cached(block, record):
+            self._cache(block, record, tier)
         self.policies[tier].inserted(block, record.sequence, record.index)
         self._note_only_copies()
 
@@ -61,16 +72,24 @@ class Copies:
 
     def drop_copy(self, block: BlockId, tier: Tier) -> None:
         """A copy goes, and its slot is free, or once the move that hangs over it has ended."""
-        if self.leave_slot is not None:
-            self.leave_slot(tier, self.residency[block].copies[tier])
-        slot = self.residency.drop_copy(block, tier)
+        if self.leave_slot is not None and (leaving := self.residency[block].slot(tier)) is not None:
+            self.leave_slot(tier, leaving)
+        slot = self._lose_copy(block, tier)
         if tier is Tier.NVME:
             self._labelled.discard(block)
             self.kept.pop(block, None)
         if not self.hung.keep(tier, slot):
             self.pools[tier].give_back(slot)
+
+    def _lose_copy(self, block: BlockId, tier: Tier) -> Slot:
+        """All but the slot, which is returned, learn that the copy has gone."""
+        slot = self.residency.drop_copy(block, tier)
+        self.running_blocks.dropped(block, tier)
+        if self._is_cached(block, self.residency[block]):
+            self._uncache(block, tier)
         self.policies[tier].removed(block)
         self._note_only_copies()
+        return slot
 
     def hand_over(self, source: BlockId, block: BlockId, sealed: Sealed | None) -> None:
         """The gpu copy of `source` becomes the only copy of `block`, which has the same tokens; `source` has none left.
@@ -78,13 +97,12 @@ class Copies:
         Neither may be pinned or moving. `sealed` is what the block is labelled with from now on: what was proven of it
         was of another computation.
         """
-        bad = self.residency[block].copies.get(Tier.NVME)
+        bad = self.residency[block].nvme_slot
         for tier in list(self.residency[block].copies):
             self.drop_copy(block, tier)
         if bad is not None and self.forget_slot is not None:
             self.forget_slot(bad)
-        slot = self.residency.drop_copy(source, Tier.GPU)  # nothing is streamed from there
-        self.policies[Tier.GPU].removed(source)
+        slot = self._lose_copy(source, Tier.GPU)  # nothing is streamed from there
         self.add_copy(block, Tier.GPU, slot)
         self.residency[block].sealed = sealed
         self.unreadable.discard(block)
@@ -107,15 +125,18 @@ class Copies:
         if self.quota is not None and not self.quota.admits(self, record.sealed, self._may_go):
             return
         if self.prefixes.add(block, record.sealed):
-            record.holders += 1
+            record.holders += 1  # two at least: it is not cached
 
     def _may_go(self, block: BlockId) -> bool:
-        is_free = self.is_cached(block) and block not in self.pinned and not any(self.residency[block].pins.values())
+        is_free = self.is_cached(block) and block not in self.pinned and not self.residency[block].is_pinned
         return is_free and self.prefixes.is_leaf(block)
 
     def unindex(self, block: BlockId, why: Miss) -> None:
         """Take a block out of the prefix index, if it is in; without another holder it goes."""
         if block in self.prefixes:
+            record = self.residency[block]
+            if self._is_cached(block, record):
+                self._uncache(block, *record.copies)
             self.prefixes.remove(block, why)
             self.release(block)
 
@@ -143,7 +164,29 @@ class Copies:
 
     def is_cached(self, block: BlockId) -> bool:
         """Whether nothing but the prefix index holds the block."""
-        return block in self.prefixes and self.residency[block].holders == 1
+        return self._is_cached(block, self.residency[block])
+
+    def _is_cached(self, block: BlockId, record: BlockRecord) -> bool:
+        return record.holders == 1 and block in self.prefixes
+
+    def _cache(self, block: BlockId, record: BlockRecord, *tiers: Tier) -> None:
+        """The block, which is cached, lies on these tiers from now on, or is cached from now on."""
+        for tier in tiers:
+            self.num_cached[tier] += 1
+            self.cached_policies[tier].inserted(block, record.sequence, record.index)
+
+    def _uncache(self, block: BlockId, *tiers: Tier) -> None:
+        """It lies there no longer, or is cached no longer."""
+        for tier in tiers:
+            self.num_cached[tier] -= 1
+            self.cached_policies[tier].removed(block)
+
+    def hold(self, block: BlockId) -> None:
+        """One holder more."""
+        record = self.residency[block]
+        if self._is_cached(block, record):
+            self._uncache(block, *record.copies)
+        record.holders += 1
 
     def adopt(self, sequence: SequenceId, index: int, sealed: Sealed, slot: Slot) -> BlockId | None:
         """A cached block from an nvme slot that was found to hold it; None if the slot is not to be had."""
@@ -212,12 +255,11 @@ class Copies:
         record.holders -= 1
         if record.holders < 0:
             raise IntegrityError(f"block {block} was released too often")
-        if self.is_cached(block):
-            self.running_blocks.discard(block)  # a row that runs was cropped, or has appended to a copy of it
         if record.holders == 0:
-            self.running_blocks.discard(block)
             if record.move is None:
                 self._forget(block)
+        elif self._is_cached(block, record):
+            self._cache(block, record, *record.copies)
 
     def _forget(self, block: BlockId) -> None:
         for tier in list(self.residency[block].copies):
@@ -238,11 +280,15 @@ class Copies:
         """Raise IntegrityError unless copies and what is known of them agree."""
         self.residency.check_integrity()
         self.prefixes.check_integrity()
-        known = {block for block in self.residency.blocks() if Tier.NVME in self.residency[block].copies}
+        known = {block for block in self.residency.blocks() if self.residency[block].nvme_slot is not None}
         if not self._labelled <= known or not self.kept.keys() <= known:
             raise IntegrityError("a block without an nvme copy is listed as found there")
         if any(self.residency.get(block) is None for block in self.prefixes.blocks()):
             raise IntegrityError("a dead block is in the prefix index")
+        cached = [block for block in self.residency.blocks() if self.is_cached(block)]
+        num_cached = {tier: sum(self.residency[each].slot(tier) is not None for each in cached) for tier in Tier}
+        if num_cached != self.num_cached:
+            raise IntegrityError(f"{num_cached} copies of cached blocks, {self.num_cached} were counted")
         for block in self.residency.blocks():
             record = self.residency[block]
             if not record.copies and record.move is None and block not in self.unreadable:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from kvtier.errors import CapacityError
 from kvtier.labels import Sealed
@@ -67,7 +67,7 @@ class Keeper:
             return 0
         blocks = [placement.indexed(block) for block in blocks]
         for block in blocks:  # what only the index holds could be given up for the others
-            placement.residency[block].holders += 1
+            placement.hold(block)
         try:
             self._keep(blocks, tails, makes_room)
         finally:
@@ -79,11 +79,11 @@ class Keeper:
 
     def _keep(self, blocks: Sequence[BlockId], tails: Mapping[BlockId, Sealed | None], makes_room: bool) -> None:
         placement = self._placement
-        todo = deque(block for block in blocks if not placement.is_labelled(block))
+        todo, own = deque(block for block in blocks if not placement.is_labelled(block)), set(blocks)
         while todo:
             block = todo[0]
             placement.settle(block)
-            if len(self._writing(blocks)) >= self.MAX_AT_ONCE:
+            if self._num_writing(own) >= self.MAX_AT_ONCE:
                 placement.wait()
                 continue
             record = placement.residency[block]
@@ -95,13 +95,13 @@ class Keeper:
                 if not self._start(block, tails.get(block, record.sealed), makes_room):
                     break
             todo.popleft()
-        while self._writing(blocks):
+        while self._num_writing(own):
             placement.wait()
 
     def _bring_up(self, block: BlockId) -> bool:
         """What lies in files alone, and without a label, is written again from memory; whether it is there."""
         placement = self._placement
-        if list(placement.residency[block].copies) != [Tier.NVME]:
+        if placement.residency[block].fastest is not Tier.NVME:
             return True
         tier = next(tier for tier in reversed(Tier) if tier is not Tier.NVME and tier in placement.pools)
         try:
@@ -131,9 +131,9 @@ class Keeper:
             if time.monotonic() > deadline_s or self.keep(chain, {}, makes_room=False) < len(chain):
                 return
 
-    def _writing(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        moves = [(block, self._placement.residency[block].move) for block in blocks]
-        return [block for block, move in moves if move is not None and move.dest is Tier.NVME]
+    def _num_writing(self, blocks: Set[BlockId]) -> int:
+        """How many of them are being written. O(moves in flight)."""
+        return sum(move.dest is Tier.NVME and move.block in blocks for move in self._placement.moves.values())
 
     def _start(self, block: BlockId, sealed: Sealed | None, makes_room: bool = True) -> bool:
         """Start writing a block under its label; whether it was."""
@@ -141,8 +141,8 @@ class Keeper:
         record = placement.residency[block]
         if placement.label_of(sealed) is None:
             return False
-        if Tier.NVME in record.copies:  # without a label
-            if len(record.copies) == 1 or record.pins[Tier.NVME]:
+        if record.nvme_slot is not None:  # without a label
+            if record.fastest is Tier.NVME or record.pins[Tier.NVME]:
                 return False
             placement.drop_copy(block, Tier.NVME)
         source = record.fastest

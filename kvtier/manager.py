@@ -72,16 +72,15 @@ class TierManager(Sequences):
 
     def max_new_tokens(self, batch: Batch) -> int:
         """The most new tokens a row that one step of this batch can ever reserve slots for; 0: not even one."""
-        slots, low, high = self.placement.pools[Tier.GPU].ceiling, 0, 0
-        tails = [table.tail_tokens for table in batch.tables]
-        high = slots * self.block_tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            if sum(-(-(tail + middle) // self.block_tokens) for tail in tails) <= slots:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        each, tails = self.block_tokens, [table.tail_tokens for table in batch.tables]
+        left = self.placement.pools[Tier.GPU].ceiling - sum(tail > 0 for tail in tails)
+        if left < 0 or not tails:
+            return 0
+        # Each row takes one more slot in any `each` tokens that follow one another: at the first that its tail,
+        # or where it has none its last block, has no room for.
+        rounds, left = divmod(left, len(tails))
+        takes = sorted(-tail % each for tail in tails)
+        return rounds * each + takes[left]
 
     def begin_step(self, batch: Batch, new: Sequence[NewColumns]) -> Step:
         """Reserve gpu slots for the new tokens of every row, tails included, all or nothing.
@@ -121,11 +120,11 @@ class TierManager(Sequences):
             return _Tail.NONE
         self.placement.settle(tail, Stall.TAIL)
         record = self.placement.residency[tail]
-        slot = record.copies.get(Tier.GPU)
+        slot = record.gpu_slot
         is_held = slot is not None and self.placement.is_held(Tier.GPU, slot)  # what is being written must not change
         if new.num_tokens and (record.holders > 1 or record.state is BlockState.SEALED or is_held):
             return _Tail.COPY
-        if Tier.GPU not in record.copies:
+        if slot is None:
             return _Tail.PROMOTE
         self._pin(tail, reserved)
         return _Tail.IN_PLACE
@@ -147,22 +146,23 @@ class TierManager(Sequences):
         if tail is not None and needs is not _Tail.IN_PLACE:
             placement.settle(tail, Stall.TAIL)  # it may itself have been demoted to make this room
         if tail is not None and needs is _Tail.PROMOTE:
-            if Tier.GPU not in placement.residency[tail].copies:  # two rows may wait for one tail
+            if placement.residency[tail].gpu_slot is None:  # two rows may wait for one tail
                 placement.copy_now(tail, MovePurpose.PROMOTE, self._take())
             self._pin(tail, reserved)
         if tail is not None and needs is _Tail.COPY:
             slot = self._take()
             placement.copy_now(tail, MovePurpose.COPY_TAIL, slot)
             tail_copy = self._create(table, len(table.blocks) - 1, slot, reserved)
-        copies = self.placement.residency
+        residency = self.placement.residency
         tail_block = tail_copy if tail_copy is not None else tail
-        tail_slot = None if tail_block is None else copies[tail_block].copies[Tier.GPU]
-        before = copies[table.blocks[-1]].copies.get(Tier.GPU) if tail is None and table.blocks else tail_slot
+        tail_slot = None if tail_block is None else residency[tail_block].gpu_slot
+        before = residency[table.blocks[-1]].gpu_slot if tail is None and table.blocks else tail_slot
+        slots = [] if tail_slot is None else [tail_slot]
         first, num_new, new_blocks = len(table.blocks), self._num_new_blocks(table, new), list[BlockId]()
         for number in range(num_new):
             before = self._take(before, num_new - number)
+            slots.append(before)
             new_blocks.append(self._create(table, first + number, before, reserved))
-        slots = ([] if tail_slot is None else [tail_slot]) + [copies[block].copies[Tier.GPU] for block in new_blocks]
         writes = self._writes(slots, table.tail_tokens, new.num_tokens)
         return RowStep(table, new, table.num_tokens, writes, tuple(new_blocks), tail_slot, tail_copy)
 
@@ -185,7 +185,6 @@ class TierManager(Sequences):
         self.placement.add_copy(block, Tier.GPU, slot)
         reserved.created.append(block)
         self._pin(block, reserved)
-        self.placement.running_blocks.add(block)
         return block
 
     def _writes(self, slots: Sequence[Slot], start: int, num_new: int) -> tuple[Write, ...]:
@@ -215,8 +214,7 @@ class TierManager(Sequences):
         for row in step.rows:
             self._unpin(row)
             self._commit_row(row)
-        for policy in self.placement.policies.values():
-            policy.touched(dict.fromkeys(block for table in step.batch.tables for block in table.blocks))
+        self.placement.reads.note(step.batch)
         step.state = StepState.COMMITTED
         self.placement.metrics.steps += 1
         self.placement.metrics.tokens += sum(row.new.num_tokens for row in step.rows)
@@ -225,7 +223,9 @@ class TierManager(Sequences):
         table, new, placement = row.table, row.new, self.placement
         tail = table.tail
         if row.tail_copy is not None:
-            placement.release(table.replace_tail(row.tail_copy))
+            old = table.replace_tail(row.tail_copy)
+            placement.running_blocks.gained(table.sequence, (row.tail_copy,))
+            self._let_go(table, (old,))
         elif tail is not None and new.num_tokens:
             record = placement.residency[tail]
             record.generation += 1
@@ -239,6 +239,8 @@ class TierManager(Sequences):
             padding=new.padding(),
             made=new.made,
         )
+        if row.new_blocks:
+            placement.running_blocks.gained(table.sequence, row.new_blocks)
 
     def abort_step(self, step: Step) -> None:
         """Forget the step: its slots are free, the batch is as before."""
@@ -260,10 +262,10 @@ class TierManager(Sequences):
     # -- between steps ----------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Do what is due between steps; waits for nothing. O(moves finished + blocks of running sequences)."""
+        """Do what is due between steps; waits for nothing. O(moves finished and started)."""
         self.drain_left()
         self.drain_dropped()
-        self.upkeep.run(self.running())
+        self.upkeep.run()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every fact agrees with every other, and blocks are held exactly by the tables."""

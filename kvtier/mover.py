@@ -122,7 +122,7 @@ class Mover(TierUse):
             self._commit(result)
         for breaker in self.breakers.values():
             breaker.look()
-        if not self.is_readable(Tier.NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s:
+        if self.moves and (not self.is_readable(Tier.NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s):
             self._pass_deadline()
 
     def wait(self, cause: Stall = Stall.OTHER) -> None:
@@ -229,7 +229,7 @@ class Mover(TierUse):
             if move.dest in self.regrowth:
                 self.regrowth[move.dest].written(move.dest_slot)
             if move.source is Tier.NVME:
-                self.metrics.nvme_sole_reads += len(record.copies) == 1
+                self.metrics.nvme_sole_reads += record.fastest is Tier.NVME
                 if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves
                     self.sequence_metrics[record.sequence].nvme_read_bytes += self.block_bytes
         elif result.status is not MoveStatus.WITHDRAWN:

@@ -9,12 +9,13 @@ from itertools import islice
 
 from kvtier.breaker import Clock
 from kvtier.errors import CapacityError
-from kvtier.evictable import Cached, CachedLeaf, Droppable, Evictable
+from kvtier.evictable import Cached, CachedLeaf, Droppable, Evictable, View
 from kvtier.labels import Labels
 from kvtier.log import logger
 from kvtier.metrics import Metrics, Stall
 from kvtier.mover import Mover
 from kvtier.prefix import Miss
+from kvtier.residency import BlockRecord
 from kvtier.slots import SlotPool
 from kvtier.types import BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
 from kvtier.wear import WriteMeter
@@ -34,6 +35,9 @@ class Placement(Mover):
     When no tier takes a block, cached ones go, the last of each prefix first; then idle blocks that can be computed
     again are dropped.
     """
+
+    MAX_PASSED = 32
+    """Blocks that a policy may look at in vain before it is told what steps have read meanwhile."""
 
     def __init__(
         self,
@@ -111,12 +115,15 @@ class Placement(Mover):
         self._drop_clean(tier, num_slots, False, lambda block, tier: self.residency[block].is_clean(tier))
 
     def _drop_clean(self, tier: Tier, num_slots: int, running: bool, is_clean: Callable[[BlockId, Tier], bool]) -> int:
-        evictable, done = Evictable(self, tier, running), 0
-        for block in self.residency.blocks() if num_slots else ():
-            if done < num_slots and block in evictable and is_clean(block, tier):
-                self.drop_copy(block, tier)
-                done += 1
-        return done
+        evictable = Evictable(self, tier, running)
+        if num_slots < 1 or not evictable.most:
+            return 0
+        # What is clean on this tier is redundant on a slower one: these are few where most blocks have one copy.
+        listed = (block for slower in Tier if slower > tier for block in self.residency.redundant[slower])
+        clean = dict.fromkeys(block for block in listed if block in evictable and is_clean(block, tier))
+        for block in list(clean)[:num_slots]:
+            self.drop_copy(block, tier)
+        return min(num_slots, len(clean))
 
     def _evict_cached(self, tier: Tier, num_slots: int) -> bool:
         """Evict up to that many cached blocks, the slowest tier's first; whether any went, and it will help.
@@ -142,7 +149,7 @@ class Placement(Mover):
         """Whether any block may leave the tier, whether or not its policy names one."""
         views = [Evictable(self, tier, running) for running in (False, True)]
         return any(self._victims(tier, 1, view) for view in views) or any(
-            block in view for block in self.residency.blocks() for view in views
+            block in view for view in views if view.most for block in self.residency.blocks()
         )
 
     def _evict_last(self, tier: Tier, num_blocks: int) -> int:
@@ -151,7 +158,7 @@ class Placement(Mover):
         Those furthest from the beginning of their prefix first. O(cached blocks).
         """
         cached = Cached(self, tier)
-        found = [block for block in self.prefixes.blocks() if block in cached]
+        found = [block for block in self.prefixes.blocks() if block in cached] if cached.most else []
         found.sort(key=lambda block: self.residency[block].index, reverse=True)
         for block in found[:num_blocks]:
             self.unindex(block, Miss.EVICTED)
@@ -159,14 +166,17 @@ class Placement(Mover):
 
     def _give_up_kept(self, num_blocks: int) -> int:
         """Drop copies in files of blocks that faster tiers have too, oldest first; returns how many."""
-        done = 0
-        for block in list(self.kept):
-            record = self.residency[block]
-            is_free = record.move is None and record.is_redundant(Tier.NVME) and block not in self.pinned
-            if done < num_blocks and is_free and not self.is_held(Tier.NVME, record.copies[Tier.NVME]):
-                self.drop_copy(block, Tier.NVME)
-                done += 1
-        return done
+        free = (
+            block
+            for block in self.kept
+            if block not in self.pinned
+            and (record := self.residency[block]).is_redundant(Tier.NVME)
+            and self._is_free(record, Tier.NVME)
+        )
+        gone = list(islice(free, max(0, num_blocks)))
+        for block in gone:
+            self.drop_copy(block, Tier.NVME)
+        return len(gone)
 
     def evict_cached(self, tier: Tier, num_blocks: int) -> int:
         """Give up to that many cached blocks of `tier` up, with all their copies; returns how many.
@@ -285,22 +295,29 @@ class Placement(Mover):
 
     def _is_clean(self, block: BlockId, tier: Tier) -> bool:
         """Whether a slower tier that can be read has the block too."""
-        return any(other > tier and self.is_readable(other) for other in self.residency[block].copies)
+        record = self.residency[block]
+        return record.is_clean(tier) and any(other > tier and self.is_readable(other) for other in record.copies)
 
     def _redundant(self, tier: Tier, num_blocks: int) -> list[BlockId]:
-        records = ((block, self.residency[block]) for block in self.residency.redundant[tier])
         free = (
             block
-            for block, record in records
-            if record.move is None and not record.pins[tier] and not self.is_held(tier, record.copies[tier])
-            if tier is not Tier.NVME or block not in self.kept
+            for block in self.residency.redundant[tier]
+            if self._is_free(self.residency[block], tier) and (tier is not Tier.NVME or block not in self.kept)
         )
         return list(islice(free, num_blocks))
 
-    def _victims(self, tier: Tier, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
+    def _is_free(self, record: BlockRecord, tier: Tier) -> bool:
+        """Whether nothing holds the block's copy on `tier`, if it has one there."""
+        slot = record.slot(tier)
+        return slot is not None and record.move is None and not record.pins[tier] and not self.is_held(tier, slot)
+
+    def _victims(self, tier: Tier, num_blocks: int, evictable: View) -> list[BlockId]:
+        """Up to that many blocks that may go. Nobody is asked for more than there can be: a policy would walk through
+        the whole tier to find that there are no others."""
+        num_blocks = min(num_blocks, evictable.most)
         if num_blocks < 1:
             return []
-        names = self.policies[tier].victims(num_blocks, evictable)
+        names = self._named(tier, num_blocks, evictable)
         good = [block for block in names if block in evictable]
         if len(good) != len(names):
             # A user's policy may be wrong; it must not be able to lose a block or to stop the house.
@@ -316,6 +333,15 @@ class Placement(Mover):
                 )
             good += oldest
         return good
+
+    def _named(self, tier: Tier, num_blocks: int, evictable: View) -> list[BlockId]:
+        if isinstance(evictable, Evictable) and evictable.running:
+            self.reads.tell_all()
+        policy = self.cached_policies[tier] if isinstance(evictable, Cached) else self.policies[tier]
+        names = policy.victims(num_blocks, evictable)
+        if isinstance(evictable, Evictable) and evictable.num_looked_at > self.MAX_PASSED + 2 * num_blocks:
+            self.reads.tell_all()  # running blocks stood in the way: what was read goes to the end, with most policies
+        return names
 
     def _take_below(self, tier: Tier, num_wanted: int, idle_only: bool, early: bool) -> tuple[Tier, Slot] | None:
         """A slot on the next slower tier that has one, or None; then something below was started or all is full."""

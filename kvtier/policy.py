@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -93,29 +93,47 @@ class GuardedPolicy(EvictionPolicy):
         self._policy, self._tier = policy, tier_label
         self._logged: set[str] = set()
 
-    @contextmanager
-    def _guard(self, method: str) -> Iterator[None]:
+    def untold(self) -> GuardedPolicy:
+        """Another one of the same policy, which was told nothing yet.
+
+        Raises ConfigError: it cannot be copied.
+        """
         try:
-            yield
-        except Exception:  # a user's own code: whatever it raises
-            if method not in self._logged:
-                self._logged.add(method)
-                logger.exception("the %s eviction policy's %s raised; going on without it", self._tier, method)
+            return GuardedPolicy(copy.deepcopy(self._policy), self._tier)
+        except Exception as error:  # a user's class may raise anything; nothing is allocated yet
+            raise ConfigError(
+                f"eviction.{self._tier}: {type(self._policy).__name__} cannot be copied: {error}; cached blocks have a "
+                "policy of their own, a copy made before it is told anything: define __deepcopy__"
+            ) from error
+
+    def _log(self, method: str) -> None:
+        if method not in self._logged:
+            self._logged.add(method)
+            logger.exception("the %s eviction policy's %s raised; going on without it", self._tier, method)
+
+    # A user's own code may raise whatever it likes. Four times the same: a context manager costs more than the call.
 
     def inserted(self, block: BlockId, sequence: SequenceId, index: int) -> None:
-        with self._guard("inserted"):
+        try:
             self._policy.inserted(block, sequence, index)
+        except Exception:
+            self._log("inserted")
 
     def touched(self, blocks: Iterable[BlockId]) -> None:
-        with self._guard("touched"):
+        try:
             self._policy.touched(iter(blocks))  # not the block table's own list
+        except Exception:
+            self._log("touched")
 
     def removed(self, block: BlockId) -> None:
-        with self._guard("removed"):
+        try:
             self._policy.removed(block)
+        except Exception:
+            self._log("removed")
 
     def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
-        names: list[BlockId] = []
-        with self._guard("victims"):
-            names = list(dict.fromkeys(self._policy.victims(num_blocks, evictable)))[:num_blocks]
-        return names
+        try:
+            return list(dict.fromkeys(self._policy.victims(num_blocks, evictable)))[:num_blocks]
+        except Exception:
+            self._log("victims")
+            return []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
 from kvtier.labels import Sealed
@@ -33,69 +32,69 @@ class Miss(enum.Enum):
     """It was there, on a tier from which it takes longer to load than to compute, or that hangs."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    block: BlockId
-    sealed: Sealed
-
-
 class PrefixIndex:
     """Blocks by identity. Identities contain namespace and parent, so a chain of them is a prefix.
 
     Contents are compared too, so that a collision of hashes is seen. A block is in the index until it is removed; to
-    hold it meanwhile is its owner's affair. O(1) for each operation; about 500 bytes a block, and 100 for each of the
-    last 65,536 that went.
+    hold it meanwhile is its owner's affair. O(1) for each operation; about 100 bytes a block beside its label, and 100
+    for each of the last 65,536 that went.
     """
 
     MAX_GONE = 65_536
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, _Entry] = {}
-        self._identities: dict[BlockId, bytes] = {}
+        self._blocks: dict[bytes, BlockId] = {}
+        """By identity."""
+        self._sealed: dict[BlockId, Sealed] = {}
         self._children: Counter[bytes] = Counter()
         """How many entries have the block of that identity before them, in the index or not."""
         self._in_namespace: Counter[bytes] = Counter()
         self._of_model: Counter[bytes] = Counter()
         self._by_salt: dict[bytes, dict[BlockId, None]] = {}
+        """But for those without a salt, which are the rest."""
         self._gone: OrderedDict[bytes, Miss] = OrderedDict()
         """Why the last ones went."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._sealed)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._identities
+        return block in self._sealed
 
     def blocks(self) -> list[BlockId]:
         """All of them, those that came first before others."""
-        return list(self._identities)
+        return list(self._sealed)
 
     def add(self, block: BlockId, sealed: Sealed) -> bool:
         """Enter a sealed block; False, and nothing done, where one of that identity is in already, or this one is."""
         identity = sealed.label.identity
-        if identity in self._entries or block in self._identities:
+        if identity in self._blocks or block in self._sealed:
             return False
-        self._entries[identity] = _Entry(block, sealed)
-        self._identities[block] = identity
+        self._blocks[identity] = block
+        self._sealed[block] = sealed
         self._gone.pop(identity, None)
         self._in_namespace[sealed.label.namespace] += 1
         self._of_model[sealed.origin.fingerprint.model] += 1
-        self._by_salt.setdefault(sealed.origin.salt, {})[block] = None
+        if sealed.origin.salt:
+            self._by_salt.setdefault(sealed.origin.salt, {})[block] = None
         if sealed.parent is not None:
             self._children[sealed.parent] += 1
         return True
 
     def remove(self, block: BlockId, why: Miss) -> None:
         """Take a block out, if it is in; `why` is what a later look-up is told."""
-        identity = self._identities.pop(block, None)
-        if identity is None:
+        sealed = self._sealed.pop(block, None)
+        if sealed is None:
             return
-        sealed = self._entries.pop(identity).sealed
+        identity = sealed.label.identity
+        del self._blocks[identity]
         _decrease(self._in_namespace, sealed.label.namespace)
         _decrease(self._of_model, sealed.origin.fingerprint.model)
-        del self._by_salt[sealed.origin.salt][block]
-        if not self._by_salt[sealed.origin.salt]:
-            del self._by_salt[sealed.origin.salt]
+        if sealed.origin.salt:
+            of_salt = self._by_salt[sealed.origin.salt]
+            del of_salt[block]
+            if not of_salt:
+                del self._by_salt[sealed.origin.salt]
         if sealed.parent is not None:
             _decrease(self._children, sealed.parent)
         self.note_gone(identity, why)
@@ -109,39 +108,41 @@ class PrefixIndex:
 
     def reseal(self, block: BlockId, sealed: Sealed) -> None:
         """The block, which is in, was made anew: it has the same label, and is to be proven again."""
-        self._entries[self._identities[block]].sealed = sealed
+        if self._sealed[block].label.identity != sealed.label.identity:
+            raise IntegrityError(f"block {block} was made anew, and has become another")
+        self._sealed[block] = sealed
 
     def find(self, label: SlotLabel) -> BlockId | None:
         """The block of these very tokens behind that parent, in this namespace."""
-        entry = self._entries.get(label.identity)
-        if entry is None or entry.sealed.label != label or entry.sealed.is_refuted:
+        block = self._blocks.get(label.identity)
+        if block is None:
             return None
-        return entry.block
+        sealed = self._sealed[block]
+        return None if sealed.label != label or sealed.is_refuted else block
 
     def refuted(self, identity: bytes) -> BlockId | None:
         """The block in the index under that identity, if what it was made with was found to have changed meanwhile."""
-        entry = self._entries.get(identity)
-        return entry.block if entry is not None and entry.sealed.is_refuted else None
+        block = self._blocks.get(identity)
+        return block if block is not None and self._sealed[block].is_refuted else None
 
     def sealed(self, block: BlockId) -> Sealed | None:
         """What a block in the index is labelled with."""
-        identity = self._identities.get(block)
-        return None if identity is None else self._entries[identity].sealed
+        return self._sealed.get(block)
 
     def chain(self, block: BlockId) -> list[BlockId]:
         """The block and those before it as far as they are in the index, first to last. O(chain)."""
         found: list[BlockId] = []
-        identity = self._identities.get(block)
-        while identity is not None and identity in self._entries:
-            entry = self._entries[identity]
-            found.append(entry.block)
-            identity = entry.sealed.parent
+        here: BlockId | None = block if block in self._sealed else None
+        while here is not None:
+            found.append(here)
+            parent = self._sealed[here].parent
+            here = None if parent is None else self._blocks.get(parent)
         return found[::-1]
 
     def is_leaf(self, block: BlockId) -> bool:
         """Whether no other block in the index continues this one: without it nothing else becomes unreachable."""
-        identity = self._identities.get(block)
-        return identity is not None and not self._children[identity]
+        sealed = self._sealed.get(block)
+        return sealed is not None and sealed.label.identity not in self._children
 
     def num_in(self, namespace: bytes) -> int:
         """How many blocks of a namespace are in the index."""
@@ -153,10 +154,14 @@ class PrefixIndex:
 
     def num_of_salt(self, salt: bytes) -> int:
         """How many blocks of a salt are in the index, of whatever model."""
+        if not salt:
+            return len(self) - sum(len(blocks) for blocks in self._by_salt.values())
         return len(self._by_salt.get(salt, ()))
 
     def of_salt(self, salt: bytes) -> list[BlockId]:
         """Those blocks, those that came first before others."""
+        if not salt:
+            return [block for block, sealed in self._sealed.items() if not sealed.origin.salt]
         return list(self._by_salt.get(salt, ()))
 
     def miss(self, identity: bytes) -> Miss:
@@ -165,18 +170,24 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if blocks and identities, or counters and entries, disagree."""
-        if len(self._entries) != len(self._identities):
-            raise IntegrityError(f"{len(self._entries)} prefixes for {len(self._identities)} blocks")
+        if len(self._blocks) != len(self._sealed):
+            raise IntegrityError(f"{len(self._blocks)} prefixes for {len(self._sealed)} blocks")
         children: Counter[bytes] = Counter()
         in_namespace: Counter[bytes] = Counter()
         of_model: Counter[bytes] = Counter()
-        for identity, entry in self._entries.items():
-            if self._identities.get(entry.block) != identity or entry.sealed.label.identity != identity:
-                raise IntegrityError(f"block {entry.block} is indexed by an identity that is not its own")
-            in_namespace[entry.sealed.label.namespace] += 1
-            of_model[entry.sealed.origin.fingerprint.model] += 1
-            if entry.sealed.parent is not None:
-                children[entry.sealed.parent] += 1
+        by_salt: dict[bytes, set[BlockId]] = {}
+        for identity, block in self._blocks.items():
+            sealed = self._sealed.get(block)
+            if sealed is None or sealed.label.identity != identity:
+                raise IntegrityError(f"block {block} is indexed by an identity that is not its own")
+            in_namespace[sealed.label.namespace] += 1
+            of_model[sealed.origin.fingerprint.model] += 1
+            if sealed.parent is not None:
+                children[sealed.parent] += 1
+            if sealed.origin.salt:
+                by_salt.setdefault(sealed.origin.salt, set()).add(block)
+        if {salt: set(blocks) for salt, blocks in self._by_salt.items()} != by_salt:
+            raise IntegrityError("the prefix index has lost track of whose its blocks are")
         counted = self._children, self._in_namespace, self._of_model
         if counted != (children, in_namespace, of_model):
             raise IntegrityError("the prefix index has lost count of its blocks")

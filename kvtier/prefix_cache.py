@@ -116,7 +116,7 @@ class PrefixCache:
         each = self._block_tokens
         ids = array("i", token_ids)
         for first in range(0, len(ids) - each + 1, each):
-            yield token_content(ids[first : first + each], array("i", range(first, first + each)), ())
+            yield token_content(ids[first : first + each], range(first, first + each), ())
 
     def match(self, origin: Origin, token_ids: Sequence[int], sequence: SequenceId) -> Match:
         """The longest run of full blocks from the prompt's beginning that can be had.

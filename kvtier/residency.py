@@ -6,8 +6,10 @@ Only the tier manager writes it. It moves no bytes.
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import cast
 
 from kvtier.errors import IntegrityError
 from kvtier.labels import Sealed
@@ -23,14 +25,28 @@ class BlockState(enum.Enum):
     """Full and final. Never reopened: appending after a crop into it copies it first."""
 
 
+NO_PINS: Mapping[Tier, int] = MappingProxyType(dict.fromkeys(Tier, 0))
+"""The pins of a block that has none: nearly all of them, so that they share it."""
+
+
+def _no_pins() -> dict[Tier, int]:
+    return cast(dict[Tier, int], NO_PINS)
+
+
 @dataclass(slots=True)
 class BlockRecord:
-    """One block. `copies` names valid copies only; `generation` rises with every append to a tail."""
+    """One block. There are millions: a field for each tier's slot takes a tenth of a dict.
+
+    `generation` rises with every append to a tail. `pins` are counted by tier.
+    """
 
     sequence: SequenceId
     index: int
-    copies: dict[Tier, Slot] = field(default_factory=dict)
-    pins: Counter[Tier] = field(default_factory=Counter)
+    gpu_slot: Slot | None = None
+    """Where its valid copy on that tier lies, if it has one there. Written by the table alone; so are the next two."""
+    cpu_slot: Slot | None = None
+    nvme_slot: Slot | None = None
+    pins: dict[Tier, int] = field(default_factory=_no_pins)
     holders: int = 1
     generation: int = 0
     state: BlockState = BlockState.OPEN
@@ -39,9 +55,36 @@ class BlockRecord:
     """What the block is labelled with where files outlive the process. Of its bytes, however its sequences go on."""
 
     @property
+    def copies(self) -> dict[Tier, Slot]:
+        """Its valid copies, fastest first: made anew, to be looked at. One of them alone: `slot`, which is faster."""
+        copies = {}
+        if self.gpu_slot is not None:
+            copies[Tier.GPU] = self.gpu_slot
+        if self.cpu_slot is not None:
+            copies[Tier.CPU] = self.cpu_slot
+        if self.nvme_slot is not None:
+            copies[Tier.NVME] = self.nvme_slot
+        return copies
+
+    def slot(self, tier: Tier) -> Slot | None:
+        """Where its valid copy on that tier lies; None: it has none there."""
+        if tier is Tier.GPU:
+            return self.gpu_slot
+        return self.cpu_slot if tier is Tier.CPU else self.nvme_slot
+
+    @property
     def fastest(self) -> Tier | None:
         """The fastest tier with a valid copy; None for a block that was dropped."""
-        return min(self.copies, default=None)
+        if self.gpu_slot is not None:
+            return Tier.GPU
+        if self.cpu_slot is not None:
+            return Tier.CPU
+        return None if self.nvme_slot is None else Tier.NVME
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is pinned to any tier."""
+        return self.pins is not NO_PINS
 
     def is_clean(self, tier: Tier) -> bool:
         """Whether a slower tier holds the same bytes, so that evicting from `tier` is free."""
@@ -49,7 +92,8 @@ class BlockRecord:
 
     def is_redundant(self, tier: Tier) -> bool:
         """Whether a faster tier holds the same bytes, so that the copy in `tier` is only a convenience."""
-        return tier in self.copies and any(other < tier for other in self.copies)
+        fastest = self.fastest
+        return fastest is not None and fastest < tier and self.slot(tier) is not None
 
 
 class ResidencyTable:
@@ -64,6 +108,8 @@ class ResidencyTable:
         """Blocks whose only valid copy is on the nvme tier."""
         self.version = 0
         """Rises with every copy that comes or goes."""
+        self.num_copies: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        """Valid copies on each tier."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -89,18 +135,19 @@ class ResidencyTable:
     def delete(self, block: BlockId) -> None:
         """Forget a block that has no holder, copy, pin or move left."""
         record = self._records[block]
-        if record.holders or record.copies or record.move or any(record.pins.values()):
+        if record.holders or record.fastest is not None or record.move or record.is_pinned:
             raise IntegrityError(f"block {block} was deleted while in use: {record}")
         del self._records[block]
 
     def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> None:
         """`slot` of `tier` now holds the block's bytes."""
         record = self._records[block]
-        if tier in record.copies:
+        if record.slot(tier) is not None:
             raise IntegrityError(f"block {block} has a copy on {tier.label} already")
         before = record.fastest
         self.version += 1
-        record.copies[tier] = slot
+        self._put(record, tier, slot)
+        self.num_copies[tier] += 1
         self._note(block, record, before)
 
     def drop_copy(self, block: BlockId, tier: Tier) -> Slot:
@@ -108,28 +155,45 @@ class ResidencyTable:
         record = self._records[block]
         if record.pins[tier]:
             raise IntegrityError(f"block {block} is pinned to {tier.label}")
-        before = record.fastest
+        before, slot = record.fastest, record.slot(tier)
+        if slot is None:
+            raise IntegrityError(f"block {block} has no copy on {tier.label}")
         self.version += 1
-        slot = record.copies.pop(tier)
+        self._put(record, tier, None)
         self.redundant[tier].pop(block, None)
+        self.num_copies[tier] -= 1
         self._note(block, record, before)
         return slot
+
+    @staticmethod
+    def _put(record: BlockRecord, tier: Tier, slot: Slot | None) -> None:
+        if tier is Tier.GPU:
+            record.gpu_slot = slot
+        elif tier is Tier.CPU:
+            record.cpu_slot = slot
+        else:
+            record.nvme_slot = slot
 
     def _note(self, block: BlockId, record: BlockRecord, fastest_before: Tier | None) -> None:
         # Kept by difference, so that neither set is ever searched for.
         fastest = record.fastest
         self.num_only_nvme += (fastest is Tier.NVME) - (fastest_before is Tier.NVME)
-        for tier in record.copies:
-            if fastest is not None and tier > fastest:
-                self.redundant[tier][block] = None
-            else:
-                self.redundant[tier].pop(block, None)
+        if fastest is None:
+            return
+        self.redundant[fastest].pop(block, None)
+        if record.cpu_slot is not None and fastest is Tier.GPU:
+            self.redundant[Tier.CPU][block] = None
+        if record.nvme_slot is not None and fastest is not Tier.NVME:
+            self.redundant[Tier.NVME][block] = None
 
     def pin(self, block: BlockId, tier: Tier) -> None:
         """The block may not leave `tier` until unpinned as often."""
-        if tier not in self._records[block].copies:
+        record = self._records[block]
+        if record.slot(tier) is None:
             raise IntegrityError(f"block {block} cannot be pinned to {tier.label}: it is not there")
-        self._records[block].pins[tier] += 1
+        if record.pins is NO_PINS:
+            record.pins = dict(NO_PINS)
+        record.pins[tier] += 1
 
     def unpin(self, block: BlockId, tier: Tier) -> None:
         """Take back one pin."""
@@ -137,6 +201,8 @@ class ResidencyTable:
         if record.pins[tier] < 1:
             raise IntegrityError(f"block {block} is not pinned to {tier.label}")
         record.pins[tier] -= 1
+        if record.pins == NO_PINS:
+            record.pins = _no_pins()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if two blocks share a slot, a block is neither held nor leaving, or a counter is off."""
@@ -152,7 +218,12 @@ class ResidencyTable:
                     raise IntegrityError(f"block {block} is wrongly listed as redundant on {tier.label}")
             if any(count < 0 or (count and tier not in record.copies) for tier, count in record.pins.items()):
                 raise IntegrityError(f"block {block} is pinned where it is not")
+            if record.is_pinned is not any(record.pins.values()):
+                raise IntegrityError(f"block {block} has no pins of its own, or none but those")
             only_nvme += record.fastest is Tier.NVME
+        num_copies = {tier: sum(each is tier for each, _ in owners) for tier in Tier}
+        if num_copies != self.num_copies:
+            raise IntegrityError(f"{num_copies} copies, {self.num_copies} were counted")
         if only_nvme != self.num_only_nvme:
             raise IntegrityError(f"{only_nvme} blocks are only on nvme, the counter says {self.num_only_nvme}")
         if any(block not in self._records for listed in self.redundant.values() for block in listed):

@@ -13,7 +13,7 @@ from kvtier.labels import Origin
 from kvtier.placement import Placement
 from kvtier.recomputable import Past
 from kvtier.residency import BlockState
-from kvtier.types import BlockId, Slot, Tier
+from kvtier.types import BlockId, Slot
 from kvtier.upkeep import Upkeep
 
 
@@ -56,14 +56,19 @@ class Sealer:
         labels, residency = self.placement.labels, self.placement.residency
         if labels is None or origin is None:
             return
+        contents: list[bytes] = []
         for index in range(first, table.num_full_blocks):
             content = table.content(index, with_padding=self._past is not Past.BLOCKS)
             if content is None:  # fed as embeddings: this one and all behind it
-                return
+                break
             parent = residency[table.blocks[index - 1]].sealed if index else None
-            residency[table.blocks[index]].sealed = labels.seal(origin, parent, content, is_first=index == 0)
+            sealed = labels.seal(origin, parent, content, is_first=index == 0)
+            residency[table.blocks[index]].sealed = sealed
+            if sealed is not None and len(contents) == index - first:
+                contents.append(content)
             if self.indexes:
                 self.placement.index(table.blocks[index])
+        table.share_ids(first, contents)
 
     def _join(self, batch: Batch, first: int) -> None:
         """Equal tokens are not enough: a hook, an adapter or token types may have given rows other KV for them."""
@@ -82,15 +87,16 @@ class Sealer:
                     self.share(table, index, kept)
 
     def _are_equal(self, block: BlockId, other: BlockId) -> bool:
-        slots = [self.placement.residency[each].copies.get(Tier.GPU) for each in (block, other)]
+        slots = [self.placement.residency[each].gpu_slot for each in (block, other)]
         if block == other or slots[0] is None or slots[1] is None:  # bytes that have gone down are not fetched for it
             return block == other
         return self._same_bytes(slots[0], slots[1])
 
     def share(self, table: BlockTable, index: int, block: BlockId) -> None:
         """Put `block`, which holds the same tokens, in the place of block number `index`, by count."""
-        self.placement.residency[block].holders += 1
+        running = self.placement.running_blocks
+        self.placement.hold(block)
         old = table.replace(index, block)
-        if old in self.placement.running_blocks:
-            self.placement.running_blocks.add(block)
+        running.gained(table.sequence, (block,))
+        running.lost(table.sequence, (old,))
         self.placement.release(old)

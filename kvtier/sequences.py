@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Made, Padding
@@ -79,7 +80,7 @@ class Sequences:
     def _fork_row(self, table: BlockTable, metrics: SequenceMetrics) -> BlockTable:
         twin = table.fork(self._new_id(metrics))
         for block in twin.blocks:
-            self.placement.residency[block].holders += 1
+            self.placement.hold(block)
         return self._add(twin)
 
     def fork(self, batch: Batch) -> Batch:
@@ -101,26 +102,33 @@ class Sequences:
             raise IntegrityError(f"{len(begins)} beginnings for {batch.num_rows} rows of {batch.length} columns")
         for table, begin in zip(batch.tables, begins, strict=True):
             for block in begin.blocks:
-                self.placement.residency[block].holders += 1
+                self.placement.hold(block)
             padding = min(begin.padding, length)
             table.append(
                 len(begin.token_ids), begin.token_ids, begin.blocks, positions=range(len(begin.token_ids)),
                 padding=[Padding(0, padding)] if padding else [], made=Made.PLACED,
             )  # fmt: skip
+            self._share_ids(table, 0, begin.blocks)
+            self.placement.running_blocks.gained(table.sequence, begin.blocks)
         self.truncate(batch, length)
-        self._rebuild_running()
 
     def extend(self, batch: Batch, token_ids: Sequence[int], blocks: Sequence[BlockId]) -> None:
         """Let a row of full blocks alone go on with blocks that are there already, shared by count."""
         self.seal(batch)  # a sealed block behind them would hide those that are not
         (table,) = batch.tables
         for block in blocks:
-            self.placement.residency[block].holders += 1
+            self.placement.hold(block)
         first = table.num_tokens
         table.append(
             len(token_ids), token_ids, blocks, positions=range(first, first + len(token_ids)), made=Made.PLACED
         )
-        self._rebuild_running()
+        self._share_ids(table, first // self.block_tokens, blocks)
+        self.placement.running_blocks.gained(table.sequence, blocks)
+
+    def _share_ids(self, table: BlockTable, first_block: int, blocks: Sequence[BlockId]) -> None:
+        """What these full blocks are labelled with need not be kept by the row too."""
+        labelled = (self.placement.residency[block].sealed for block in blocks)
+        table.share_ids(first_block, [each.label.content for each in takewhile(bool, labelled) if each is not None])
 
     def seal(self, batch: Batch) -> None:
         """As `Sealer.seal`."""
@@ -161,7 +169,7 @@ class Sequences:
         for table in old:
             if table.sequence not in staying:
                 self._drop_row(table)
-        self._rebuild_running()
+        self._note_running(batch)
 
     def restore(self, batch: Batch, backup: Batch) -> None:
         """Make `batch` what `backup`, a fork of it, still is; the backup is used up."""
@@ -172,15 +180,24 @@ class Sequences:
 
     def truncate(self, batch: Batch, length: int) -> None:
         """Keep the first `length` columns of each row, on every tier. O(blocks dropped)."""
+        if not length:
+            self.placement.reads.tell(batch)  # others may go on with its blocks
         for table in batch.tables:
-            self._release(table.truncate(length))
+            self._let_go(table, table.truncate(length))
 
     def mask_end(self, batch: Batch, row: int, num_columns: int) -> None:
         """The row's last columns become padding; their tokens are dropped."""
-        self._release(batch.tables[row].mask_end(num_columns))
+        table = batch.tables[row]
+        self._let_go(table, table.mask_end(num_columns))
+
+    def _let_go(self, table: BlockTable, blocks: Sequence[BlockId]) -> None:
+        """The row does not hold these any more."""
+        self.placement.running_blocks.lost(table.sequence, blocks)
+        self._release(blocks)
 
     def _release(self, blocks: Sequence[BlockId]) -> None:
-        for block in blocks:
+        # Those of them that stay cached go in this order, and the last block of a prefix must be first.
+        for block in reversed(blocks):
             self.placement.release(block)
 
     def drop(self, batch: Batch) -> None:
@@ -188,13 +205,14 @@ class Sequences:
         self._running.pop(batch, None)
         if self._last is batch:
             self._last = None
+        self.placement.reads.tell(batch)  # others may go on with its blocks
         for table in batch.tables:
             self._drop_row(table)
-        self._rebuild_running()
 
     def _drop_row(self, table: BlockTable) -> None:
         if self.tables.pop(table.sequence, None) is None:
             return
+        self.placement.running_blocks.stop(table.sequence, table.blocks)
         self._release(table.truncate(0))
         self.placement.sequence_metrics.pop(table.sequence, None)
 
@@ -213,7 +231,7 @@ class Sequences:
     def enter(self, batch: Batch) -> None:
         """The batch runs until as many `leave`s: its blocks are demoted last and come back first."""
         self._running[batch] = self._running.get(batch, 0) + 1
-        self._rebuild_running()
+        self._note_running(batch)
 
     def leave(self, batch: Batch) -> None:
         """Take back one `enter`; the last one makes the batch idle, which seals its full blocks."""
@@ -225,28 +243,34 @@ class Sequences:
         if self._last is batch:
             self._last = None
         self.seal(batch)
-        self._rebuild_running()
+        self._note_running(batch)
 
     def make_last(self, batch: Batch) -> None:
-        """A step of this batch begins: one that is not in `enter` … `leave` runs until another batch's step."""
+        """A step of this batch begins: one that is not in `enter` … `leave` runs until another batch's step.
+
+        O(1) unless a batch comes to run, or ceases to: then O(its blocks).
+        """
         if self._last is batch:
             return
-        if self._last is not None and self._last not in self._running:
-            self.seal(self._last)  # it goes idle
-        self._last = batch
-        self._rebuild_running()
+        before, self._last = self._last, batch
+        if before is not None and before not in self._running:
+            self.seal(before)  # it goes idle
+            self._note_running(before)
+        self._note_running(batch)
 
-    def running(self) -> list[BlockTable]:
-        """The rows that run."""
-        last = [] if self._last is None or self._last in self._running else [self._last]
-        return [table for batch in (*self._running, *last) for table in batch.tables if table.sequence in self.tables]
+    def _runs(self, batch: Batch) -> bool:
+        return batch is self._last or batch in self._running
 
-    def _rebuild_running(self) -> None:
-        # In place: evictable views hold this very set.
-        running = self.placement.running_blocks
-        running.clear()
-        for table in self.running():
-            running.update(table.blocks)
+    def _note_running(self, batch: Batch) -> None:
+        """The batch has come to run, or ceased to, or has other rows. O(its rows that have, and their blocks)."""
+        running, runs = self.placement.running_blocks, self._runs(batch)
+        if not runs:
+            self.placement.reads.tell(batch)
+        for table in batch.tables:
+            if runs and table.sequence in self.tables:
+                running.start(table.sequence, table.blocks)
+            else:
+                running.stop(table.sequence, table.blocks)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks are held exactly by the tables."""
@@ -265,5 +289,8 @@ class Sequences:
                 )
         if holders:
             raise IntegrityError(f"tables hold blocks that are no more: {sorted(holders)[:8]}")
-        for batch in (*self._running, *([] if self._last is None else [self._last])):
+        running = {*self._running, *([] if self._last is None else [self._last])}
+        for batch in running:
             batch.check_integrity()
+        rows = [table for batch in running for table in batch.tables if table.sequence in self.tables]
+        self.placement.running_blocks.check_integrity({table.sequence: table.blocks for table in rows})

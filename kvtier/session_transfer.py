@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,7 +225,7 @@ class _Import:
         if labels is None or origin is None:
             return
         parent = residency[self._blocks[index - 1]].sealed if index else None
-        content = token_content(ids[last - each : last], array("i", range(last - each, last)), ())
+        content = token_content(ids[last - each : last], range(last - each, last), ())
         record.sealed = labels.seal(origin, parent, content, is_first=index == 0)
 
     def close(self) -> None:

@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, MutableSet, Sequence
 
 from kvtier.errors import IntegrityError
 from kvtier.types import Slot
+
+
+class SlotSet(MutableSet[int]):
+    """A set of slots of one tier that takes a byte for each slot up to the highest: a tenth of a set's."""
+
+    def __init__(self, slots: Iterable[int] = ()) -> None:
+        self._is_in = bytearray()
+        self._count = 0
+        for slot in slots:
+            self.add(slot)
+
+    def __contains__(self, slot: object) -> bool:
+        try:
+            # Container promises only `object`
+            return self._is_in[slot] == 1 and slot >= 0  # type: ignore[call-overload, operator]
+        except IndexError:
+            return False
+
+    def __iter__(self) -> Iterator[int]:
+        return (slot for slot, is_in in enumerate(self._is_in) if is_in)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, slot: int) -> None:
+        if slot >= len(self._is_in):
+            self._is_in.extend(bytes(slot + 1 - len(self._is_in)))
+        self._count += not self._is_in[slot]
+        self._is_in[slot] = 1
+
+    def discard(self, slot: int) -> None:
+        if slot in self:
+            self._is_in[slot] = 0
+            self._count -= 1
 
 
 class SlotPool:
@@ -29,7 +63,7 @@ class SlotPool:
         were not either."""
         self._free: set[int] = set()  # given back, all below _fresh
         self._heap: list[int] = []  # of those, and of some that have been claimed since
-        self._taken: set[int] = set()
+        self._taken = SlotSet()
         self._held: dict[int, None] = {}  # in the order to hand out
         self._num_passed = 0  # held slots below _fresh
         self._retired: set[int] = set()  # below _ceiling, and not handed out until there is room

@@ -57,7 +57,8 @@ class NewColumns:
     @property
     def num_tokens(self) -> int:
         """New tokens, without padding."""
-        return sum(run.count for run in self.runs)
+        runs = self.runs
+        return runs[0].count if len(runs) == 1 else sum(run.count for run in runs)
 
     def padding(self) -> list[Padding]:
         """The padding columns, by the number of new tokens before them."""

@@ -241,6 +241,8 @@ class EvictionPolicy(Protocol):
     """Names the blocks that one tier should give up. One instance per tier; called by one thread at a time.
 
     It is told what the tier holds and what was read; it never sees tensors or slots, does no I/O and removes nothing.
+    Before it is told anything it is copied (`copy.deepcopy`): blocks that nobody but the prefix index holds have a
+    policy of their own.
     """
 
     def inserted(self, block: BlockId, sequence: SequenceId, index: int) -> None:
@@ -248,7 +250,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def touched(self, blocks: Iterable[BlockId]) -> None:
-        """These blocks were read by a step, in this order. Blocks that the tier does not hold must be ignored."""
+        """These blocks were read by steps, in this order. Blocks that the tier does not hold must be ignored.
+
+        Told when it matters, not at each step: before victims are asked for among blocks of running sequences, and when
+        a sequence goes idle. Steps that read the same blocks meanwhile are told once.
+        """
         ...
 
     def removed(self, block: BlockId) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
-from kvtier.block_table import BlockTable
 from kvtier.keeping import Keeper
 from kvtier.placement import Placement
 from kvtier.types import BlockId, MovePurpose, Tier
@@ -21,6 +20,8 @@ class Upkeep:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self.keeper = Keeper(placement)
+        self._emptied = [tier for tier in (Tier.GPU, Tier.CPU) if tier in placement.pools and placement.lower(tier)]
+        """Tiers whose blocks can go further down."""
         self.step_slots = 0
         """Slots of the gpu tier that a step of one row takes at most: as many are made free ahead, within `low`."""
         # Bounded: a block that is forgotten here is copied down when it is demoted.
@@ -30,28 +31,30 @@ class Upkeep:
         """A block became final: it may be copied down early."""
         self._to_copy_down.append(block)
 
-    def run(self, running: Sequence[BlockTable]) -> None:
-        """One round. O(moves finished + blocks of running sequences)."""
+    def run(self) -> None:
+        """One round. O(moves finished and started)."""
         placement = self._placement
         placement.commit_arrived()
         for tier, growth in placement.regrowth.items():
             if placement.is_readable(tier):  # asking a disk that hangs would hang too
                 growth.look()
-        for tier in (Tier.GPU, Tier.CPU):
-            if tier in placement.pools and placement.lower(tier) is not None:
-                self._demote_to_low(tier)
-        self._copy_down()
-        self._promote(running)
+        for tier in self._emptied:
+            self._demote_to_low(tier)
+        if self._to_copy_down:
+            self._copy_down()
+        self._promote()
         self.keeper.run(self.MAX_BACKGROUND)
 
     def _demote_to_low(self, tier: Tier) -> None:
         placement = self._placement
         pool, mark = placement.pools[tier], placement.watermarks[tier]
-        surplus = pool.num_used - placement.leaving(tier) - int(mark.low_frac * pool.ceiling)
         is_ahead = pool.used_frac <= mark.high_frac
+        if is_ahead and tier is not Tier.GPU:
+            return
+        leaving = placement.leaving(tier)
+        surplus = pool.num_used - leaving - int(mark.low_frac * pool.ceiling)
         if is_ahead:  # of nobody's need yet: a step that has to wait for room waits for one tier after the other
-            free = pool.num_free + placement.leaving(tier)
-            surplus = min(surplus, self.step_slots - free) if tier is Tier.GPU else 0
+            surplus = min(surplus, self.step_slots - pool.num_free - leaving)
         if surplus > 0:
             done = placement.give_up(tier, surplus, idle_only=is_ahead, early=True)
             if done < surplus:
@@ -73,19 +76,21 @@ class Upkeep:
         ):
             block = self._to_copy_down.popleft()
             record = placement.residency.get(block)
-            if record is None or record.move is not None or record.fastest is not Tier.GPU or len(record.copies) > 1:
+            if record is None or record.move is not None or record.fastest is not Tier.GPU or record.is_clean(Tier.GPU):
                 continue
             slot = pool.take()
             if slot is None:
                 return
             placement.start(block, MovePurpose.WRITE_BEHIND, Tier.GPU, Tier.CPU, slot)
 
-    def _promote(self, running: Sequence[BlockTable]) -> None:
+    def _promote(self) -> None:
         """Bring running sequences' blocks up while there is room below `low`; idle sequences' blocks make room."""
         placement = self._placement
         for tier in (Tier.GPU, Tier.CPU):
+            if not placement.running_blocks.num_below(tier):
+                continue
             pool = placement.pools.get(tier)
-            spilled = list(islice(self._spilled(tier, running), max(0, self.MAX_BACKGROUND - len(placement.moves))))
+            spilled = list(islice(self._spilled(tier), max(0, self.MAX_BACKGROUND - len(placement.moves))))
             if pool is None or not spilled:
                 continue
             staying = pool.num_used - placement.leaving(tier)
@@ -94,7 +99,7 @@ class Upkeep:
                 room = placement.give_up(tier, len(spilled), idle_only=True, early=True)
             for block in spilled[: max(0, room)]:
                 record = placement.residency[block]
-                if record.move is not None:  # listed twice (shared by a fork), or itself demoted to make this room
+                if record.move is not None:  # itself demoted to make this room
                     continue
                 fastest = record.fastest
                 slot = None if fastest is None else pool.take()
@@ -102,13 +107,9 @@ class Upkeep:
                     break
                 placement.start(block, MovePurpose.PROMOTE, fastest, tier, slot)
 
-    def _spilled(self, tier: Tier, running: Sequence[BlockTable]) -> Iterator[BlockId]:
+    def _spilled(self, tier: Tier) -> Iterator[BlockId]:
+        """Running blocks that could come up to `tier`, those first that have been below it longest."""
         placement = self._placement
-        for table in running:
-            for block in table.blocks:
-                record = placement.residency[block]
-                fastest = record.fastest
-                if fastest is None or fastest <= tier or record.move is not None or not placement.is_readable(fastest):
-                    continue
-                if block not in placement.unreadable:
-                    yield block
+        for block in placement.running_blocks.below(tier, placement.is_readable):
+            if placement.residency[block].move is None and block not in placement.unreadable:
+                yield block

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterable, Iterator
 from itertools import islice
 
 from kvtier.types import BlockId, SequenceId
+
+
+class Part(enum.IntEnum):
+    """Where in its sequence a block stands, in the order of giving up."""
+
+    MIDDLE = 0
+    RECENT = 1
+    FIRST = 2
 
 
 class Recency:
@@ -30,13 +39,16 @@ class Recency:
         self.first_blocks = first_blocks
         self.recent_blocks = recent_blocks
         self._places: dict[BlockId, tuple[SequenceId, int]] = {}
-        # Least recently touched sequence first; each sorted by position. Two blocks may claim one position.
         self._sequences: dict[SequenceId, list[tuple[int, BlockId]]] = {}
+        """Each sorted by position. Two blocks may claim one position."""
+        self._having: dict[Part, dict[SequenceId, None]] = {part: {} for part in Part}
+        """Those that have blocks of a part, the least recently touched first: nobody looks through the others."""
 
     def inserted(self, block: BlockId, sequence: SequenceId, index: int) -> None:
         self.removed(block)
         self._places[block] = (sequence, index)
         insort(self._sequences.setdefault(sequence, []), (index, block))
+        self._note(sequence)
 
     def touched(self, blocks: Iterable[BlockId]) -> None:
         latest: SequenceId | None = None
@@ -44,7 +56,10 @@ class Recency:
             place = self._places.get(block)
             if place is not None and place[0] != latest:
                 latest = place[0]
-                self._sequences[latest] = self._sequences.pop(latest)
+                for sequences in self._having.values():
+                    if latest in sequences:
+                        del sequences[latest]
+                        sequences[latest] = None
 
     def removed(self, block: BlockId) -> None:
         place = self._places.pop(block, None)
@@ -55,20 +70,32 @@ class Recency:
         del held[bisect_left(held, (index, block))]
         if not held:
             del self._sequences[sequence]
+        self._note(sequence)
 
     def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
-        """Middle, recent, first. Cost: O(num_blocks + held blocks skipped + sequences x log blocks)."""
+        """Middle, recent, first. Cost: O(num_blocks + held blocks skipped + log blocks of a sequence)."""
         return list(islice((block for block in self._in_order() if block in evictable), num_blocks))
 
     def _in_order(self) -> Iterator[BlockId]:
-        # (blocks of one sequence, where its middle starts, where its recent part starts)
-        parts = []
-        for held in self._sequences.values():
-            middle = bisect_left(held, (self.first_blocks,))
-            parts.append((held, middle, max(middle, len(held) - self.recent_blocks)))
-        for held, middle, recent in parts:
-            yield from (held[i][1] for i in range(middle, recent))
-        for held, _, recent in parts:
-            yield from (held[i][1] for i in range(recent, len(held)))
-        for held, middle, _ in parts:
-            yield from (held[i][1] for i in reversed(range(middle)))
+        for part, sequences in self._having.items():
+            for sequence in sequences:
+                held = self._sequences[sequence]
+                places = self._parts(held)[part]
+                yield from (held[i][1] for i in (reversed(places) if part is Part.FIRST else places))
+
+    def _parts(self, held: list[tuple[int, BlockId]]) -> dict[Part, range]:
+        """Which of a sequence's blocks are of which part."""
+        middle = bisect_left(held, (self.first_blocks,))
+        recent = max(middle, len(held) - self.recent_blocks)
+        return {
+            Part.MIDDLE: range(middle, recent), Part.RECENT: range(recent, len(held)), Part.FIRST: range(middle)
+        }  # fmt: skip
+
+    def _note(self, sequence: SequenceId) -> None:
+        """List the sequence with the parts that it has, where it is not yet, and not with others."""
+        held = self._sequences.get(sequence, [])
+        for part, places in self._parts(held).items():
+            if not places:
+                self._having[part].pop(sequence, None)
+            elif sequence not in self._having[part]:
+                self._having[part][sequence] = None

@@ -116,6 +116,7 @@ MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py
 COPIES, USE, HUNG = "kvtier/copies.py", "kvtier/tier_use.py", "kvtier/hung_moves.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
 BREAKER, RING = "kvtier/breaker.py", "kvtier/ring.py"
+RUNNING = "kvtier/running.py"
 LOSSES = "kvtier/losses.py"
 WEAR = "kvtier/wear.py"
 NVME, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "folder", "gpu", "slab"))
@@ -130,9 +131,9 @@ OTHERS, READER = "kvtier/stores/other_files.py", "kvtier/stores/slot_reader.py"
 
 MUTANTS = [
     # the prefix cache
-    Mutant("found by hash alone", PREFIX, "or entry.sealed.label != label or", "or"),
-    Mutant("a refuted block is served", PREFIX, "or entry.sealed.is_refuted:", "or False:"),
-    Mutant("a head is taken for a leaf", PREFIX, "and not self._children[identity]", ""),
+    Mutant("found by hash alone", PREFIX, "sealed.label != label or sealed", "sealed"),
+    Mutant("a refuted block is served", PREFIX, "or sealed.is_refuted else block", "or False else block"),
+    Mutant("a head is taken for a leaf", PREFIX, " and sealed.label.identity not in self._children", ""),
     Mutant("one salt for all", LABELS, '("salt", salt)])', '("salt", b"")])'),
     Mutant("modules play no part", LABELS, "seen = mark, modules", "seen = mark, None"),
     Mutant("a mark of other weights", LABELS, "seen = mark, modules", "seen = 0, modules"),
@@ -166,8 +167,8 @@ MUTANTS = [
     Mutant(
         "fork counts no holder",
         SEQUENCES,
-        "        for block in twin.blocks:\n            self.placement.residency[block].holders += 1",
-        "        for block in twin.blocks:\n            self.placement.residency[block].holders += 0",
+        "        for block in twin.blocks:\n            self.placement.hold(block)",
+        "        for block in twin.blocks[1:]:\n            self.placement.hold(block)",
     ),
     Mutant(
         "stale tail copy kept after append",
@@ -196,10 +197,10 @@ MUTANTS = [
         "pass  # it may itself",
     ),
     Mutant(
-        "shared block promoted twice",
+        "a block that has just been demoted is promoted",
         UPKEEP,
-        "if record.move is not None:  # listed twice",
-        "if record.holders == 0:  # listed twice",
+        "if record.move is not None:  # itself demoted",
+        "if record.holders == 0:  # itself demoted",
     ),
     Mutant(
         "tail not pinned during its step",
@@ -267,8 +268,8 @@ MUTANTS = [
     Mutant(
         "most new tokens of the first row alone",
         MANAGER,
-        "tails = [table.tail_tokens for table in batch.tables]",
-        "tails = [table.tail_tokens for table in batch.tables[:1]]",
+        "each, tails = self.block_tokens, [table.tail_tokens for table in batch.tables]",
+        "each, tails = self.block_tokens, [table.tail_tokens for table in batch.tables[:1]]",
     ),
     Mutant(
         "tails read in place are not counted",
@@ -280,8 +281,8 @@ MUTANTS = [
     Mutant(
         "join counts no holder",
         SEALING,
-        "self.placement.residency[block].holders += 1\n        old = table",
-        "self.placement.residency[block].holders += 0\n        old = table",
+        "self.placement.hold(block)\n        old = table",
+        "old = table",
     ),
     Mutant(
         "join on equal tokens alone",
@@ -304,14 +305,14 @@ MUTANTS = [
     Mutant(
         "mask_end keeps the blocks",
         SEQUENCES,
-        "self._release(batch.tables[row].mask_end(num_columns))",
-        "batch.tables[row].mask_end(num_columns)",
+        "self._let_go(table, table.mask_end(num_columns))",
+        "table.mask_end(num_columns)",
     ),
     Mutant(
         "crop of the first row alone",
         SEQUENCES,
-        "for table in batch.tables:\n            self._release(table.truncate(length))",
-        "for table in batch.tables[:1]:\n            self._release(table.truncate(length))",
+        "for table in batch.tables:\n            self._let_go(table, table.truncate(length))",
+        "for table in batch.tables[:1]:\n            self._let_go(table, table.truncate(length))",
     ),
     Mutant(
         "padding behind the last token forgotten",
@@ -368,7 +369,7 @@ MUTANTS = [
     Mutant(
         "blocks are given up whose slot a late move holds",
         EVICTABLE,
-        "            and not self._copies.is_held(self._tier, record.copies[self._tier])\n",
+        "            and not self._copies.is_held(self._tier, slot)\n",
         "",
     ),
     Mutant(
@@ -402,8 +403,8 @@ MUTANTS = [
     Mutant(
         "running blocks go before idle ones",
         PLACEMENT,
-        "(False,) if idle_only else (False, True)",
-        "(False,) if idle_only else (True, False)",
+        "for running in (False,) if idle_only else (False, True):",
+        "for running in (False,) if idle_only else (True, False):",
     ),
     Mutant("pins ignored", EVICTABLE, "and not record.pins[self._tier]", "and record.pins is not None"),
     Mutant(
@@ -544,9 +545,46 @@ MUTANTS = [
     Mutant(
         "dropped copy still listed as redundant",
         RESIDENCY,
-        "        slot = record.copies.pop(tier)\n        self.redundant[tier].pop(block, None)\n",
-        "        slot = record.copies.pop(tier)\n",
+        "        self._put(record, tier, None)\n        self.redundant[tier].pop(block, None)\n",
+        "        self._put(record, tier, None)\n",
     ),
+    Mutant(
+        "a row that goes idle still runs",
+        SEQUENCES,
+        "            else:\n                running.stop(",
+        "            elif 0:\n                running.stop(",
+    ),
+    Mutant(
+        "a row's last reads are never told",
+        SEQUENCES,
+        "        if not runs:\n            self.placement.reads.tell(batch)\n",
+        "",
+    ),
+    Mutant(
+        "reads are not told before a running block goes",
+        PLACEMENT,
+        "evictable.running:\n            self.reads.tell_all()",
+        "evictable.running:\n            pass",
+    ),
+    Mutant(
+        "what came up is still listed below",
+        RUNNING,
+        "            self._unlist(block)\n            self._list(",
+        "            self._list(",
+    ),
+    Mutant(
+        "a block that is used again is still cached",
+        COPIES,
+        "            self._uncache(block, *record.copies)\n        record.holders += 1",
+        "            pass\n        record.holders += 1",
+    ),
+    Mutant(
+        "rows share what they write",
+        "kvtier/token_ids.py",
+        "self._contents[:], self._rest[:]",
+        "self._contents, self._rest",
+    ),
+    Mutant("a crop forgets a part of a shared block", "kvtier/token_ids.py", "[:part]", "[:0]"),
     Mutant("unpin drops every pin", RESIDENCY, "record.pins[tier] -= 1", "record.pins[tier] = 0"),
     Mutant("clean even if the other copy is gone", RESIDENCY, "any(other > tier for", "any(other >= tier for"),
     Mutant(
@@ -556,19 +594,19 @@ MUTANTS = [
         "keep = num_tokens // self.block_tokens",
     ),
     Mutant("forks share their list of blocks", TABLE, "twin.blocks = list(self.blocks)", "twin.blocks = self.blocks"),
-    Mutant("crop keeps the ids", TABLE, "        del self._ids[num_tokens:]\n", ""),
+    Mutant("crop keeps the ids", TABLE, "keep:]\n        self._ids.truncate(num_tokens)\n", "keep:]\n"),
     Mutant("length forgets padding", TABLE, "return self.num_tokens + sum(", "return self.num_tokens + 0 * sum("),
     Mutant(
         "join ignores positions",
         TABLE,
-        "self._ids[first:last], self._positions[first:last], padding)",
-        "self._ids[first:last], self._ids[first:last], padding)",
+        "self._ids.slice(first, last), self._positions(first, last), padding)",
+        "self._ids.slice(first, last), [(0, last - first)], padding)",
     ),
     Mutant(
         "join ignores padding",
         TABLE,
-        "self._ids[first:last], self._positions[first:last], padding)",
-        "self._ids[first:last], self._positions[first:last], [])",
+        "self._ids.slice(first, last), self._positions(first, last), padding)",
+        "self._ids.slice(first, last), self._positions(first, last), [])",
     ),
     Mutant(
         "join of unknown ids",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvtier.testing.device import FakeDevice as FakeDevice
     from kvtier.testing.device import Wait as Wait
     from kvtier.testing.engine import FakeEngine as FakeEngine
+    from kvtier.testing.engine import InstantEngine as InstantEngine
     from kvtier.testing.faults import Fault as Fault
     from kvtier.testing.faults import FaultyStore as FaultyStore
     from kvtier.testing.policies import EvictionPolicyContract as EvictionPolicyContract
@@ -32,6 +33,7 @@ __all__ = [
     "FakeEngine",
     "Fault",
     "FaultyStore",
+    "InstantEngine",
     "PrefetchPolicyContract",
     "StoreContract",
     "Wait",
@@ -43,6 +45,7 @@ _MODULES = {
     "FakeEngine": "engine",
     "Fault": "faults",
     "FaultyStore": "faults",
+    "InstantEngine": "engine",
     "PrefetchPolicyContract": "policies",
     "StoreContract": "stores",
     "Wait": "device",

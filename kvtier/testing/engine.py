@@ -22,6 +22,30 @@ class _Flight:
     was_read: bool = False
 
 
+class InstantEngine(Engine):
+    """Every move has ended well when somebody looks. It keeps nothing of it: for managers of millions of blocks."""
+
+    def __init__(self) -> None:
+        self._ended: list[MoveResult] = []
+
+    def start(self, moves: Sequence[Move]) -> None:
+        self._ended += [MoveResult(move, MoveStatus.DONE) for move in moves]
+
+    def finished(self) -> list[MoveResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, timeout_s: float) -> list[MoveResult]:
+        return self.finished()
+
+    def withdraw(self, move_ids: Sequence[int]) -> list[MoveResult]:
+        """Nothing is taken back: all have ended."""
+        return []
+
+    def in_flight(self) -> int:
+        return len(self._ended)
+
+
 class FakeEngine(Engine):
     """Keeps moves in flight for a random number of calls and reports them in random order, some of them as failed.
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.block_table import BlockTable, Padding, TokenSource
+from kvtier.block_table import BlockTable, Made, Padding, TokenSource
 from kvtier.errors import IntegrityError
+from kvtier.token_runs import TokenRuns
 from kvtier.types import BlockId, SequenceId
 
 
@@ -123,7 +124,7 @@ def test_integrity_sees_lost_blocks_double_blocks_and_lost_ids() -> None:
     with pytest.raises(IntegrityError, match="holds a block twice"):
         table.check_integrity()
     table = table_of(6)
-    table._ids.append(1)
+    table._ids.extend([1])
     with pytest.raises(IntegrityError, match="7 ids and 6 positions for 6 tokens"):
         table.check_integrity()
 
@@ -320,6 +321,86 @@ def test_integrity_sees_padding_that_is_nowhere_and_lost_positions() -> None:
         with pytest.raises(IntegrityError, match="padding"):
             table.check_integrity()
     table = padded(1, 2)
-    table._positions.pop()
+    table._runs.truncate(1)
     with pytest.raises(IntegrityError, match="2 ids and 1 positions"):
         table.check_integrity()
+
+
+def test_positions_and_what_tokens_were_made_from_take_a_run_each() -> None:
+    table = BlockTable(SequenceId(1), 4)
+    for first in range(0, 40, 4):
+        table.append(4, range(first, first + 4), blocks(first))
+    assert len(table._runs) == 1 and table.is_counted
+    table.append(2, [1, 2], blocks(80), made=Made.PLACED)
+    assert len(table._runs) == 2 and table.is_counted
+    table.append(2, [1, 2], [], positions=[7, 9], made=Made.PLACED)
+    assert len(table._runs) == 4 and not table.is_counted
+    assert [(span.positions, span.ids) for span in table.spans(38, 44)] == [
+        (None, [38, 39]),
+        ([40, 41, 7, 9], [1, 2, 1, 2]),
+    ]
+    table.truncate(43)
+    assert len(table._runs) == 3
+    table.truncate(41)
+    assert len(table._runs) == 2 and table.is_counted
+    table.check_integrity()
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(["count", "place", "crop"]), st.integers(0, 9), st.integers(0, 3))))
+def test_runs_are_what_lists_of_positions_and_numbers_would_be(actions: list[tuple[str, int, int]]) -> None:
+    runs, model = TokenRuns(), list[tuple[int, int]]()
+    for action, amount, number in actions:
+        if action == "count":
+            runs.extend(range(len(model), len(model) + amount), number)
+            model += [(len(model) + i, number) for i in range(amount)]
+        elif action == "place":
+            positions = [number + i * (i % 3) for i in range(amount)]
+            runs.extend(positions, number)
+            model += [(position, number) for position in positions]
+        else:
+            runs.truncate(max(0, len(model) - amount))
+            del model[max(0, len(model) - amount) :]
+        assert runs.num_tokens == len(model)
+        twin = runs.copy()
+        for first in range(0, len(model) + 1, 3):
+            found = [(p + i, n) for p, count, n in twin.runs(first, len(model)) for i in range(count)]
+            assert found == model[first:]
+        assert [runs.number(token) for token in range(len(model))] == [n for _, n in model]
+        assert runs.is_counted is all(position == token for token, (position, _) in enumerate(model))
+
+
+def test_ids_that_a_label_has_are_not_kept_twice_and_are_the_same_after_any_crop() -> None:
+    table = table_of(19)
+    contents = [table.content(index) for index in range(4)]
+    assert all(content is not None for content in contents)
+    plain, wanted = table.fork(SequenceId(2)), table.token_ids()
+    table.share_ids(0, [content for content in contents if content is not None])
+    assert len(table._ids._rest) == 3
+    assert table.fork(SequenceId(3))._ids._contents[1] is contents[1]
+    for length in range(20):
+        for first in range(length + 1):
+            assert table._ids.slice(first, length).tolist() == wanted[first:length]
+    for index in range(5):
+        assert table.content(index) == plain.content(index)
+    for length in (18, 16, 14, 12, 9, 4, 1, 0):
+        twin = table.fork(SequenceId(4))
+        twin.truncate(length)
+        assert twin.token_ids() == wanted[:length]
+        assert twin.first_difference([*wanted[:length], 5]) is None
+        twin.append(7, range(7), blocks(*range(50, 50 + -(-(length + 7) // 4) - -(-length // 4))))
+        assert twin.token_ids() == [*wanted[:length], *range(7)]
+        twin.check_integrity()
+    assert table.token_ids() == wanted
+    assert table.first_difference([*wanted[:9], 1]) == 9
+
+
+def test_contents_of_other_tokens_are_refused_and_those_behind_a_gap_left() -> None:
+    table, other = table_of(12), BlockTable(SequenceId(2), 4)
+    other.append(12, range(12), blocks(7, 8, 9))
+    foreign, own = other.content(0), table.content(1)
+    assert foreign is not None and own is not None
+    with pytest.raises(IntegrityError, match="other tokens"):
+        table.share_ids(0, [foreign])
+    table.share_ids(1, [own])
+    assert table._ids._contents == [] and table.token_ids() == list(range(100, 112))

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.batch import Batch
 from kvtier.errors import CapacityError, IntegrityError
-from kvtier.labels import Labels, Origin, at_once
+from kvtier.labels import Labels, Origin, Sealed, at_once
 from kvtier.losses import Losses
 from kvtier.prefix import Miss
 from kvtier.prefix_cache import Match
@@ -196,10 +196,10 @@ def test_a_block_whose_identity_is_taken_is_not_adopted() -> None:
     (content,) = sharing.cache.contents(ALL[:4])
     label = sharing.labels.name(origin, None, content)
     (other,) = sharing.cached(ALL[20:24])
-    entry = sharing.placement.prefixes._entries.pop(sharing.placement.prefixes._identities[other])
-    entry.sealed = type(entry.sealed)(SlotLabel(label.namespace, label.identity, b"other"), None, origin, 0)
-    sharing.placement.prefixes._entries[label.identity] = entry
-    sharing.placement.prefixes._identities[other] = label.identity
+    prefixes = sharing.placement.prefixes
+    del prefixes._blocks[prefixes._sealed[other].label.identity]
+    prefixes._blocks[label.identity] = other
+    prefixes._sealed[other] = Sealed(SlotLabel(label.namespace, label.identity, b"other"), None, origin, 0)
     sharing.house.engine.files.labels[Slot(3)] = label
     assert sharing.match(ALL[:5]).blocks == ()
     assert sharing.house.used() == {"gpu": 1, "nvme": 0}

@@ -180,8 +180,9 @@ def test_random_histories_agree_with_a_dict(seed: int) -> None:
 
 
 DAMAGES: list[tuple[Callable[[PrefixIndex], object], str]] = [
-    (lambda index: index._identities.update({BlockId(9): b"?"}), "prefixes for"),
-    (lambda index: index._identities.update({BlockId(0): index._identities[BlockId(1)]}), "not its own"),
+    (lambda index: index._blocks.update({b"?": BlockId(9)}), "prefixes for"),
+    (lambda index: index._sealed.update({BlockId(0): index._sealed[BlockId(1)]}), "not its own"),
+    (lambda index: index._by_salt.update({b"salt": {BlockId(0): None}}), "whose its blocks are"),
     (lambda index: index._children.clear(), "lost count"),
     (lambda index: index._in_namespace.clear(), "lost count"),
     (lambda index: index._of_model.clear(), "lost count"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import IntegrityError
-from kvtier.residency import ResidencyTable
+from kvtier.residency import NO_PINS, ResidencyTable
 from kvtier.types import BlockId, Move, MovePurpose, SequenceId, Slot, Tier
 
 
@@ -113,7 +113,7 @@ def test_integrity_sees_what_must_not_be() -> None:
 
     table = ResidencyTable()
     block = block_on(table, (Tier.CPU, 0))
-    table[block].pins[Tier.GPU] = 1
+    table[block].pins = {**NO_PINS, Tier.GPU: 1}
     broken("pinned where it is not")
 
     table = ResidencyTable()

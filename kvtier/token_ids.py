@@ -1,0 +1,75 @@
+"""A row's token ids, 4 bytes each: those of labelled blocks lie in the labels' own contents, which rows share."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from kvtier.errors import IntegrityError
+from kvtier.identity import ids_of
+
+
+class TokenIds:
+    """Ids of the first tokens of a row, in order. Of the first blocks they may lie in contents that others hold too."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._contents: list[bytes] = []
+        """Of the first full blocks, as `identity.token_content`: never written, so that any number of rows share it."""
+        self._rest = array("i")
+
+    def __len__(self) -> int:
+        return self._num_shared + len(self._rest)
+
+    @property
+    def _num_shared(self) -> int:
+        return len(self._contents) * self._block_tokens
+
+    def slice(self, first: int, last: int) -> array[int]:
+        """Ids of tokens `first … last - 1`, or as many of them as there are: a copy. O(their blocks)."""
+        found, each = array("i"), self._block_tokens
+        for number in range(first // each, min(-(-last // each), len(self._contents))):
+            begin = number * each
+            found += ids_of(self._contents[number])[max(0, first - begin) : last - begin]
+        held = self._num_shared
+        if last > held:
+            found += self._rest[max(0, first - held) : last - held]
+        return found
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Those of later tokens."""
+        self._rest.extend(ids)
+
+    def share(self, first_block: int, contents: Sequence[bytes]) -> None:
+        """These contents of full blocks have the ids of block number `first_block` and of those behind it. Nothing is
+        done where blocks before them have none: they are shared from the first one on.
+
+        Raises IntegrityError: they have other ids; nothing changed.
+        """
+        skipped = len(self._contents) - first_block
+        new = contents[skipped:] if skipped >= 0 else ()
+        if not new:
+            return
+        ids = array("i")
+        for content in new:
+            ids += ids_of(content)
+        if ids != self._rest[: len(new) * self._block_tokens]:
+            raise IntegrityError("a block is labelled with other tokens than those that it holds")
+        self._contents += new
+        del self._rest[: len(ids)]
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep those of the first tokens."""
+        held = self._num_shared
+        if num_tokens >= held:
+            del self._rest[num_tokens - held :]
+            return
+        whole, part = divmod(num_tokens, self._block_tokens)
+        self._rest = ids_of(self._contents[whole])[:part]
+        del self._contents[whole:]
+
+    def copy(self) -> TokenIds:
+        """The same, sharing nothing that is ever written."""
+        twin = TokenIds(self._block_tokens)
+        twin._contents, twin._rest = self._contents[:], self._rest[:]
+        return twin
