@@ -17,7 +17,7 @@ ratio is the median over the rounds of the other's time to the case's in the sam
 is the larger of `all_gpu`'s time and of what must come from files over the read rate of fio in the same run (random, 1
 MiB, 16 in flight, the faster of two engines); `bound_frac` is the share of it that was reached. A row from files whose
 `/proc/self/io` shows less than 95 % of these bytes is invalid, and so is one whose blocks moved meanwhile or whose last
-logits are further from `dynamic`'s than 1e-3.
+logits are further from `dynamic`'s than 1e-2.
 
 Run as `python -m kvtier.benchmarks.decode`. Cost: about 10 minutes and 2 GB of disk (one thread, SmolLM2); `--quick`,
 4,096 tokens in fewer rounds, under one.
@@ -50,8 +50,10 @@ CONTEXTS = (512, 2048, 4096, 8192)
 QUICK_CASES = ("static", "gpu25_cpu75", "gpu25_cpu25_nvme50", "naive_lru")
 REFERENCES = ("dynamic", "all_gpu")
 """Measured whatever is asked for: what ratios and bounds are to."""
-MAX_LOGIT_DIFF = 1e-3
+MAX_LOGIT_DIFF = 1e-2
+"""Five times what `StaticCache` is from `DynamicCache` on the demo's model; wrong KV is hundreds of times further."""
 _PLAIN = ("dynamic", "static", "hf_offloaded")
+_OTHERS = ("static", "all_gpu", "naive_lru")
 
 
 def measure(
@@ -145,8 +147,8 @@ def to_row(
         ),
         **side.notes,
     }
-    for other in ("static", "all_gpu", "naive_lru"):
-        if other in times and other != case:
+    for other in _OTHERS:
+        if other in times and other != case and case not in _PLAIN:
             row |= ratio_columns(other, times[case], times[other])
     if side.layout is not None:
         row |= {"block_tokens": side.layout.block_tokens, "placement": side.layout.shares}
@@ -188,24 +190,26 @@ def table(document: dict[str, Any]) -> Table:
     rows = []
     for row in document["rows"]:
         if "unavailable" in row:
-            rows.append((row["case"], f"{row['context']:,}", *[""] * 7, row["unavailable"]))
+            rows.append((row["case"], f"{row['context']:,}", *[""] * 10, row["unavailable"]))
             continue
         low, high = row["spread"]
         bound = "" if row["bound_ms"] is None else f"{row['bound_ms']:.1f}, {row['bound_frac']:.0%} ({row['bound_by']})"
         notes = [f"INVALID: {reason}" for reason in row["invalid"]] + ([row["label"]] if "label" in row else [])
-        for other in ("static", "all_gpu", "naive_lru"):
-            if f"ratio_to_{other}" in row:
-                notes.append(f"{row[f'ratio_to_{other}']:.2f} of {other}")
         rows.append((
             row["case"], f"{row['context']:,}", f"{row['ms_per_token']:.1f}", f"{row['ratio_to_dynamic']:.2f}",
-            f"{low:.2f} … {high:.2f}", bound, f"{row['stall_ms']:.1f}", f"{row['read_bytes_per_token'] / 1e6:.1f}",
+            f"{low:.2f} … {high:.2f}", *(_ratio(row, other) for other in _OTHERS), bound,
+            f"{row['stall_ms']:.1f}", f"{row['read_bytes_per_token'] / 1e6:.1f}",
             f"{row['max_logit_diff']:.0e}", "; ".join(notes),
         ))  # fmt: skip
-    columns = ("case", "context", "ms/token", "speed to dynamic", "spread", "bound, ms", "stall, ms", "MB read/token",
-               "logit diff", "speed to others")  # fmt: skip
+    columns = ("case", "context", "ms/token", "to dynamic", "spread", *(f"to {other}" for other in _OTHERS),
+               "bound, ms", "stall, ms", "MB read/token", "logit diff", "")  # fmt: skip
     disk = document["disk_bytes_per_s"]
-    title = f"Decode, {document['model']}, {document['pairs']} rounds of {document['tokens']} tokens"
+    title = f"Decode, speed to others, {document['model']}, {document['pairs']} rounds of {document['tokens']} tokens"
     return fill(Table(title=title + (f"; fio reads {disk / 1e9:.2f} GB/s" if disk else "")), columns, rows)
+
+
+def _ratio(row: dict[str, Any], other: str) -> str:
+    return f"{row[f'ratio_to_{other}']:.2f}" if f"ratio_to_{other}" in row else ""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

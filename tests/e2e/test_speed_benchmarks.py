@@ -116,7 +116,7 @@ def samples(*times_ms: float, read_bytes: float = 0.0, logits: float = 0.0) -> l
 
 
 @pytest.mark.parametrize(("read_bytes", "has_moved", "logits", "reason"), [
-    (1000, False, 0.0, None), (949, False, 0.0, "warm"), (1000, True, 0.0, "moved"), (1000, False, 2e-3, "logits"),
+    (1000, False, 0.0, None), (949, False, 0.0, "warm"), (1000, True, 0.0, "moved"), (1000, False, 2e-2, "logits"),
     (1000, False, float("nan"), "logits"),
 ])  # fmt: skip
 def test_what_makes_a_row_invalid(read_bytes: int, has_moved: bool, logits: float, reason: str | None) -> None:

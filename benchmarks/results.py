@@ -1,0 +1,174 @@
+"""Results of benchmarks kept in files, and the page that shows the last of each. Pure: knows JSON documents only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+Document = dict[str, Any]
+
+# What of a row is worth a column. Benchmarks that are not named here get all that fits in a cell.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "decode": (
+        "case", "context", "ms_per_token", "ratio_to_dynamic", "spread", "ratio_to_static", "ratio_to_all_gpu",
+        "ratio_to_naive_lru", "bound_ms", "bound_by", "bound_frac", "stall_ms", "read_bytes_per_token",
+        "max_logit_diff", "is_valid",
+    ),
+    "prefill": (
+        "case", "context", "seconds", "tokens_per_s", "ratio_to_chunked", "ratio_to_chunked_spread",
+        "ratio_to_one_call", "peak_bytes", "placement", "max_logit_diff", "is_valid",
+    ),
+    "lookup": (
+        "case", "context", "greedy_ms_per_token", "ms_per_token", "ratio_to_greedy", "spread", "tokens_per_forward",
+        "accepted_frac", "greedy_read_bytes_per_token", "read_bytes_per_token", "same_tokens", "is_valid",
+    ),
+    "resume": (
+        "case", "seconds", "spread", "ratio_to_prefill", "cpu_ratio_to_prefill", "disk_frac", "same_as_plain",
+        "is_valid",
+    ),
+    "prefix": (
+        "way", "first_call_s", "seconds", "first_token_s", "ratio_to_plain", "first_token_ratio_to_plain",
+        "same_answers", "calls",
+    ),
+    "worst_case": (
+        "case", "pairs", "full_pairs", "without_s", "cost_frac", "cost_quartiles", "cpu_cost_frac", "cost_full_frac",
+        "nvme_written_bytes", "same_answers", "is_valid",
+    ),
+    "storage": (
+        "access", "io", "depth", "bytes_per_s", "fio_io_uring_bytes_per_s", "fio_psync_bytes_per_s", "ratio_to_fio",
+        "ratio_spread", "target", "disk_frac", "is_valid",
+    ),
+}  # fmt: skip
+_FITS = (str, int, float, bool, type(None))
+_HEAD = """# Results
+
+Written by `make bench`: the last whole run of each benchmark, or the last `--quick` one where there is no other. All
+runs are in `results/`, a line each. What is compared with what is said in each benchmark's own words
+(`python -m kvtier.benchmarks.NAME --help`). A row that is not valid says nothing: its run did not prove what it should.
+"""
+
+
+def append(document: Document, folder: Path) -> None:
+    """One more line in the file of the document's benchmark; older lines stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{document['benchmark']}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(document) + "\n")
+
+
+def latest(folder: Path, names: Sequence[str]) -> dict[str, Document]:
+    """The last document of each benchmark that has one: of those that were not quick, if there are any.
+
+    Those of `names` first, in that order, then others by name. A line that was cut short by a crash is passed over.
+    """
+    files = {file.stem: file for file in sorted(folder.glob("*.jsonl"))}
+    found: dict[str, Document] = {}
+    for name in [*(name for name in names if name in files), *(name for name in files if name not in names)]:
+        documents = list(_documents(files[name]))
+        whole = [document for document in documents if not document.get("quick")]
+        if documents:
+            found[name] = (whole or documents)[-1]
+    return found
+
+
+def _documents(file: Path) -> Iterator[Document]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict):
+            yield document
+
+
+def page(documents: dict[str, Document], plots: dict[str, Sequence[str]]) -> str:
+    """The page, in Markdown. `plots`: the pictures of each benchmark, by their paths from the page."""
+    parts = [_HEAD]
+    for name, document in documents.items():
+        parts.append(f"## {name}\n\n{_origin(document)}\n")
+        for title, rows in tables(document):
+            parts.append((f"### {title}\n\n" if title else "") + _table(name, rows))
+        pictures = plots.get(name, ())
+        if pictures:
+            parts.append("\n".join(f"![{name}: {Path(path).stem}]({path})" for path in pictures) + "\n")
+    return "\n".join(parts)
+
+
+def tables(document: Document) -> list[tuple[str, list[Document]]]:
+    """Titles and rows: the document's own rows, and those of its parts that have some."""
+    found = [("", document["rows"])] if document.get("rows") else []
+    return found + [
+        (part, value["rows"]) for part, value in document.items() if isinstance(value, dict) and value.get("rows")
+    ]
+
+
+def _origin(document: Document) -> str:
+    machine = document.get("machine", {})
+    words = [
+        document.get("date", "no date"),
+        "**quick run**" if document.get("quick") else "",
+        f"commit `{machine['commit']}`" if machine.get("commit") else "no commit",
+        str(document.get("model", "")),
+        f"{machine.get('processor', '?')}, {machine.get('cpus', '?')} cpus, {machine.get('gpu', 'no gpu')}",
+        *(f"{package} {machine[package]}" for package in ("torch", "transformers") if package in machine),
+        f"{document['threads']} thread(s)" if "threads" in document else "",
+        f"load {document['load'][0]} to {document['load'][1]}" if document.get("load") else "",
+        f"`{' '.join(document['arguments'])}`" if document.get("arguments") else "",
+    ]
+    return "; ".join(word for word in words if word) + "."
+
+
+def _table(name: str, rows: Sequence[Document]) -> str:
+    named = COLUMNS.get(name) or tuple(dict.fromkeys(key for row in rows for key in row))
+    columns = [
+        key
+        for key in named
+        if any(row.get(key) is not None for row in rows) and any(_fits(row.get(key)) for row in rows)
+    ]
+    lines = [
+        "| " + " | ".join(_words(key) for key in columns) + " |",
+        "|" + "|".join("---" if isinstance(rows[0].get(key), str) else "---:" for key in columns) + "|",
+    ]
+    lines += ["| " + " | ".join(cell(key, row.get(key)) for key in columns) + " |" for row in rows]
+    missing = [f"- {row.get('case')}: {row['unavailable']}" for row in rows if row.get("unavailable")]
+    return "\n".join([*lines, *(["", *missing] if missing else [])]) + "\n"
+
+
+def _fits(value: Any) -> bool:
+    pair = isinstance(value, list) and len(value) == 2
+    shares = isinstance(value, dict) and all(isinstance(each, float) for each in value.values())
+    return isinstance(value, _FITS) or pair or shares
+
+
+def _words(key: str) -> str:
+    units = {"bytes_per_s": ", GB/s", "_bytes": ", MB", "_frac": "", "_ms": ", ms", "_s": ", s", "_us": ", us"}
+    for suffix, unit in units.items():
+        if key.endswith(suffix):
+            return (key.removesuffix(suffix).replace("_", " ").strip() or "rate") + unit
+    return key.replace("_bytes_per", " per").replace("_", " ") + (", MB" if "_bytes_per" in key else "")
+
+
+def cell(key: str, value: Any) -> str:
+    """A value as its key's unit wants it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, list):
+        return " … ".join(cell(key, each) for each in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {share:.0%}" for name, share in value.items() if share)
+    if isinstance(value, str):
+        return value.replace("|", "\\|")
+    if key.endswith("bytes_per_s"):
+        return f"{value / 1e9:.2f}"
+    if "_bytes" in key:
+        return f"{value / 1e6:,.1f}"
+    if key.endswith("_frac") or "cost" in key:
+        return f"{value:.1%}"
+    if "diff" in key:
+        return f"{value:.0e}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.1f}" if "ms_" in key or key.endswith("_ms") or abs(value) >= 100 else f"{value:.2f}"
