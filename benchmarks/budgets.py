@@ -59,20 +59,26 @@ def layout(placement: str, num_tokens: int, num_more: int, prefill_chunk: int | 
 def tier_config(
     model: Any, wanted: Layout, folder: Path | None, *, holds: bool = True, **values: Any
 ) -> dict[str, Any]:
-    """A config whose tiers have room for these blocks, and little more.
+    """A config whose tiers have room for these blocks, and little more. Files have room for all.
 
-    On the gpu tier that is also room for the new tokens and for one step; on the cpu tier one block. Files have room
-    for all. Reads of files go past the page cache: they are cold.
+    Reads of files go past the page cache: they are cold.
 
     Args:
         folder: where files stay until somebody removes them; None: a temporary one of the wrapper's own.
-        holds: watermarks under which nothing moves between steps unless a step needs the room. Without, the defaults.
+        holds: nothing moves between steps: watermarks are such, and there is room beside the blocks, on the gpu tier
+            for the new tokens and one step, on the cpu tier for one block. Without, the watermarks are the defaults,
+            and there is no room beside them but for the tail, and for what one step takes at least.
         values: further keys of the config.
     """
     group = describe(model, wanted.block_tokens)
     each, shape = slot_bytes(group.shape), group.shape
     marks = {"high": 1.0, "low": 0.001} if holds else {}
-    num_more = -(-wanted.num_more // wanted.block_tokens) + -(-wanted.prefill_chunk // wanted.block_tokens) + 1
+    num_step = -(-wanted.prefill_chunk // wanted.block_tokens) + 1
+    num_gpu = wanted.num_blocks[Tier.GPU]
+    if holds:
+        num_gpu += num_step - (-wanted.num_more // wanted.block_tokens)
+    else:
+        num_gpu = max(num_gpu + (len(wanted.num_blocks) == 1), num_step)
     config: dict[str, Any] = {
         "block_tokens": wanted.block_tokens,
         "prefill_chunk": wanted.prefill_chunk,
@@ -85,7 +91,7 @@ def tier_config(
     if Tier.NVME in wanted.num_blocks:
         num_bytes = 2 * (wanted.num_tokens + wanted.num_more) * shape.token_bytes + (16 << 20)
         config["tiers"]["nvme"] = {"budget": num_bytes, "io": "direct", **({"path": str(folder)} if folder else {})}
-    config["tiers"]["gpu"] = {**marks, "budget": _gpu_bytes(config, model, wanted.num_blocks[Tier.GPU] + num_more)}
+    config["tiers"]["gpu"] = {**marks, "budget": _gpu_bytes(config, model, num_gpu)}
     return config
 
 

@@ -62,7 +62,7 @@ def console_of(*, stderr: bool = False) -> Console:
 def fill(table: Table, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Columns and rows into a table; all but the first column to the right."""
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
     for row in rows:
         table.add_row(*row)
     return table

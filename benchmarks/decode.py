@@ -193,7 +193,7 @@ def table(document: dict[str, Any]) -> Table:
             rows.append((row["case"], f"{row['context']:,}", *[""] * 10, row["unavailable"]))
             continue
         low, high = row["spread"]
-        bound = "" if row["bound_ms"] is None else f"{row['bound_ms']:.1f}, {row['bound_frac']:.0%} ({row['bound_by']})"
+        bound = "" if row["bound_ms"] is None else f"{row['bound_ms']:.0f} {row['bound_by']} {row['bound_frac']:.0%}"
         notes = [f"INVALID: {reason}" for reason in row["invalid"]] + ([row["label"]] if "label" in row else [])
         rows.append((
             row["case"], f"{row['context']:,}", f"{row['ms_per_token']:.1f}", f"{row['ratio_to_dynamic']:.2f}",
@@ -202,7 +202,7 @@ def table(document: dict[str, Any]) -> Table:
             f"{row['max_logit_diff']:.0e}", "; ".join(notes),
         ))  # fmt: skip
     columns = ("case", "context", "ms/token", "to dynamic", "spread", *(f"to {other}" for other in _OTHERS),
-               "bound, ms", "stall, ms", "MB read/token", "logit diff", "")  # fmt: skip
+               "bound, ms", "stall", "MB read", "logit diff", "")  # fmt: skip
     disk = document["disk_bytes_per_s"]
     title = f"Decode, speed to others, {document['model']}, {document['pairs']} rounds of {document['tokens']} tokens"
     return fill(Table(title=title + (f"; fio reads {disk / 1e9:.2f} GB/s" if disk else "")), columns, rows)

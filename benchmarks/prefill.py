@@ -4,16 +4,16 @@ Cases, at each context length, over the same real text:
 
 - `plain_chunked`: the plain model with `DynamicCache` and sdpa, in chunks of `--chunk` tokens, as kvtier's;
 - `plain_one_call`: the same in one forward;
-- `all_gpu`, `gpu25_cpu75`, `gpu25_cpu25_nvme50`: kvtier with budgets for these shares of the prompt's blocks, and one
-  step more on the gpu tier. What lies where follows from the budgets: `placement` says how it came out. Files are in a
-  temporary folder in `~/.cache/kvtier/runs`.
+- `all_gpu`, `gpu25_cpu75`, `gpu25_cpu25_nvme50`: kvtier with budgets for these shares of the prompt's blocks, but
+  on the gpu tier at least what one step takes. What lies where at the end follows from the budgets: `placement` says
+  how it came out. Files are in a temporary folder in `~/.cache/kvtier/runs`.
 
 Cases take turns in `--rounds` rounds; `ratio_to_chunked` and `ratio_to_one_call` are medians over the rounds of plain's
 time to the case's: above 1 is faster. Each starts with an empty cache; making it is part of the time.
 
 `peak_bytes` is the most resident memory beyond what the model took before, in a process of its own for each case: KV,
 activations, and whatever the allocator holds. Run as `python -m kvtier.benchmarks.prefill`. Cost: about half an hour
-(one thread, SmolLM2); `--quick`, 640 tokens in fewer cases, under a minute.
+(one thread, SmolLM2); `--quick`, 384 tokens in fewer cases, under a minute.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="comma list; plain_chunked comes with any")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a forward")
     parser.add_argument("--rounds", type=int, default=5, help="at least 5")
-    parser.add_argument("--quick", action="store_true", help="640 tokens, chunks of 128, fewer cases")
+    parser.add_argument("--quick", action="store_true", help="384 tokens, chunks of 96, fewer cases")
     options = parse(parser, arguments)
     if options.quick:
-        options.contexts, options.chunk, options.cases = "640", 128, ",".join(QUICK_CASES)
+        options.contexts, options.chunk, options.cases = "384", 96, ",".join(QUICK_CASES)
     contexts, cases = [int(context) for context in options.contexts.split(",")], options.cases.split(",")
     if options.rounds < 5 or options.chunk < 1 or min(contexts) < 128 or not set(cases) <= set(CASES):
         parser.error("--rounds must be at least 5, --chunk at least 1, --contexts at least 128; see --cases")

@@ -20,9 +20,20 @@ class Metric:
     label: str
     along: str | None = None
     """None, or where all rows have the same: a bar for each series."""
-    series: str = "case"
+    series: tuple[str, ...] = ("case",)
     is_ratio: bool = False
     """A line is drawn at 1."""
+    only: tuple[str, Any] | None = None
+    """Rows that have this value of a key."""
+
+    def chosen(self, rows: Rows) -> Rows:
+        """Those that are drawn."""
+        found = [row for row in rows if row.get(self.key) is not None]
+        return [row for row in found if self.only is None or row[self.only[0]] == self.only[1]]
+
+    def name(self, row: dict[str, Any]) -> str:
+        """Of the series that a row belongs to."""
+        return ", ".join(str(row[key]) for key in self.series)
 
 
 METRICS: dict[str, tuple[Metric, ...]] = {
@@ -35,6 +46,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("ratio_to_chunked", "speed, plain in chunks = 1", "context", is_ratio=True),
         Metric("peak_bytes", "bytes of memory beyond the model", "context"),
     ),
+    "overlap": (
+        Metric("ratio", "step time, bound = 1", "link_gb_s", ("method", "device"), True, ("load", "balanced")),
+    ),
     "lookup": (Metric("ratio_to_greedy", "speed, greedy = 1", is_ratio=True),),
     "resume": (Metric("ratio_to_prefill", "speed, plain prefill = 1", is_ratio=True),),
 }
@@ -45,7 +59,7 @@ def draw(document: dict[str, Any]) -> dict[str, str]:
     """SVG by metric; of what the document's benchmark has no metrics for, none."""
     pictures = {}
     for metric in METRICS.get(document["benchmark"], ()):
-        rows = [row for row in document.get("rows", ()) if row.get(metric.key) is not None]
+        rows = metric.chosen(document.get("rows", ()))
         if rows:
             pictures[metric.key] = _picture(document["benchmark"], metric, rows)
     return pictures
@@ -56,7 +70,7 @@ def _picture(benchmark: str, metric: Metric, rows: Rows) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(str(row[metric.series]) for row in rows))
+    names = list(dict.fromkeys(metric.name(row) for row in rows))
     # The same picture for the same figures: no date, and ids that are not drawn by lot.
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": f"{benchmark}-{metric.key}", "font.size": 11}
     with rc_context(settings):
@@ -78,7 +92,7 @@ def _picture(benchmark: str, metric: Metric, rows: Rows) -> str:
 def _lines(axes: Any, metric: Metric, names: Sequence[str], rows: Rows) -> None:
     assert metric.along is not None
     for name, (colour, dashes) in zip(names, (*STYLES, *_MORE_STYLES), strict=False):
-        points = sorted((row[metric.along], row[metric.key]) for row in rows if str(row[metric.series]) == name)
+        points = sorted((row[metric.along], row[metric.key]) for row in rows if metric.name(row) == name)
         axes.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, marker="o", markersize=4, label=name)
     places = sorted({row[metric.along] for row in rows})
     axes.set_xscale("log", base=2)
@@ -93,7 +107,7 @@ def _lines(axes: Any, metric: Metric, names: Sequence[str], rows: Rows) -> None:
 
 
 def _bars(axes: Any, metric: Metric, names: Sequence[str], rows: Rows) -> None:
-    values = [next(row[metric.key] for row in rows if str(row[metric.series]) == name) for name in names]
+    values = [next(row[metric.key] for row in rows if metric.name(row) == name) for name in names]
     places = range(len(names))
     axes.barh(places, values, color=STYLES[0][0])
     axes.set_yticks(places, names)

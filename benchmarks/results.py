@@ -20,6 +20,10 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "case", "context", "seconds", "tokens_per_s", "ratio_to_chunked", "ratio_to_chunked_spread",
         "ratio_to_one_call", "peak_bytes", "placement", "max_logit_diff", "is_valid",
     ),
+    "overlap": (
+        "device", "link_gb_s", "load", "method", "step_ms", "bound_ms", "binding", "ratio", "ratio_spread",
+        "target_ratio", "compute_ms", "transfer_ms", "stall_ms", "stall_by_cause", "is_exact",
+    ),
     "lookup": (
         "case", "context", "greedy_ms_per_token", "ms_per_token", "ratio_to_greedy", "spread", "tokens_per_forward",
         "accepted_frac", "greedy_read_bytes_per_token", "read_bytes_per_token", "same_tokens", "is_valid",
@@ -41,6 +45,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "ratio_spread", "target", "disk_frac", "is_valid",
     ),
 }  # fmt: skip
+_SHARES = ("placement", "shares")
 _FITS = (str, int, float, bool, type(None))
 _HEAD = """# Results
 
@@ -137,8 +142,8 @@ def _table(name: str, rows: Sequence[Document]) -> str:
 
 def _fits(value: Any) -> bool:
     pair = isinstance(value, list) and len(value) == 2
-    shares = isinstance(value, dict) and all(isinstance(each, float) for each in value.values())
-    return isinstance(value, _FITS) or pair or shares
+    named = isinstance(value, dict) and all(isinstance(each, int | float) for each in value.values())
+    return isinstance(value, _FITS) or pair or named
 
 
 def _words(key: str) -> str:
@@ -158,7 +163,8 @@ def cell(key: str, value: Any) -> str:
     if isinstance(value, list):
         return " … ".join(cell(key, each) for each in value)
     if isinstance(value, dict):
-        return ", ".join(f"{name} {share:.0%}" for name, share in value.items() if share)
+        shown = {name: f"{each:.0%}" if key in _SHARES else cell(key, each) for name, each in value.items() if each}
+        return ", ".join(f"{name} {each}" for name, each in shown.items())
     if isinstance(value, str):
         return value.replace("|", "\\|")
     if key.endswith("bytes_per_s"):

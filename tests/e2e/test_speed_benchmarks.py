@@ -19,6 +19,7 @@ from kvtier.benchmarks.models import LoadedModel, twin
 from kvtier.benchmarks.naive_lru import NaiveLru
 from kvtier.benchmarks.residence import residence, spread
 from kvtier.benchmarks.synthetic import fill, fill_plain
+from kvtier.hf import cache_keyword
 from kvtier.types import Tier
 from tests.e2e.soaking import tiny_loaded
 
@@ -60,7 +61,7 @@ def test_blocks_are_spread_as_asked_and_stay_so(
         assert placed == [t for t in sorted(wanted.num_blocks, reverse=True) for _ in range(wanted.num_blocks[t])]
         assert wanted.shares == {tier.label: placed.count(tier) / len(placed) for tier in wanted.num_blocks}
         for token in range(40):
-            tiered(torch.tensor([[token]]), past_key_values=cache)
+            tiered(torch.tensor([[token]]), **{cache_keyword(loaded.model.forward): cache})
         assert residence(cache)[: len(placed)] == placed
         assert all(
             len(tiered._runtime.placement.residency[block].copies) == 1 for block in cache.state.batch.tables[0].blocks
@@ -163,7 +164,7 @@ def test_a_loop_hits_nothing_behind_lru_unless_all_fits(
     try:
         for token in range(3):
             given = torch.tensor([[token]])
-            expected = loaded.model(given, past_key_values=plain, use_cache=True).logits
+            expected = loaded.model(given, use_cache=True, **{cache_keyword(loaded.model.forward): plain}).logits
             before = naive.num_hits, naive.num_misses
             assert (naive.step(given) - expected).abs().max() < 1e-4
         # 8 full blocks of 2 layers; the last token finds what the others left.
