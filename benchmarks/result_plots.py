@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "overlap": (
         Metric("ratio", "step time, bound = 1", "link_gb_s", ("method", "device"), True, ("load", "balanced")),
     ),
+    "scale": (
+        Metric("us", "us an operation", "blocks", ("operation",)),
+        Metric("ms_per_token", "ms per token", "context"),
+    ),
     "lookup": (Metric("ratio_to_greedy", "speed, greedy = 1", is_ratio=True),),
     "resume": (Metric("ratio_to_prefill", "speed, plain prefill = 1", is_ratio=True),),
 }
@@ -91,7 +96,7 @@ def _picture(benchmark: str, metric: Metric, rows: Rows) -> str:
 
 def _lines(axes: Any, metric: Metric, names: Sequence[str], rows: Rows) -> None:
     assert metric.along is not None
-    for name, (colour, dashes) in zip(names, (*STYLES, *_MORE_STYLES), strict=False):
+    for name, (colour, dashes) in zip(names, itertools.cycle((*STYLES, *_MORE_STYLES)), strict=False):
         points = sorted((row[metric.along], row[metric.key]) for row in rows if metric.name(row) == name)
         axes.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, marker="o", markersize=4, label=name)
     places = sorted({row[metric.along] for row in rows})

@@ -45,6 +45,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "ratio_spread", "target", "disk_frac", "is_valid",
     ),
 }  # fmt: skip
+# Rows of different kinds in one list: a table for each kind, of the rows that have its key.
+_KINDS = {"scale": {"operations": "operation", "metadata": "block_bytes", "contexts": "context"}}
 _SHARES = ("placement", "shares")
 _FITS = (str, int, float, bool, type(None))
 _HEAD = """# Results
@@ -101,11 +103,16 @@ def page(documents: dict[str, Document], plots: dict[str, Sequence[str]]) -> str
 
 
 def tables(document: Document) -> list[tuple[str, list[Document]]]:
-    """Titles and rows: the document's own rows, and those of its parts that have some."""
-    found = [("", document["rows"])] if document.get("rows") else []
-    return found + [
-        (part, value["rows"]) for part, value in document.items() if isinstance(value, dict) and value.get("rows")
-    ]
+    """Titles and rows: the document's own rows, by their kinds, and those of its parts that have some."""
+    rows = document.get("rows", [])
+    kinds = _KINDS.get(document["benchmark"])
+    if kinds is None:
+        found = [("", rows)]
+    else:
+        found = [(kind, [row for row in rows if row.get(key) is not None]) for kind, key in kinds.items()]
+        found.append(("others", [row for row in rows if all(row.get(key) is None for key in kinds.values())]))
+    found += [(part, value["rows"]) for part, value in document.items() if isinstance(value, dict) and "rows" in value]
+    return [(title, each) for title, each in found if each]
 
 
 def _origin(document: Document) -> str:
@@ -147,11 +154,10 @@ def _fits(value: Any) -> bool:
 
 
 def _words(key: str) -> str:
-    units = {"bytes_per_s": ", GB/s", "_bytes": ", MB", "_frac": "", "_ms": ", ms", "_s": ", s", "_us": ", us"}
-    for suffix, unit in units.items():
+    for suffix, unit in {"bytes_per_s": "rate", "_frac": "", "_ms": ", ms", "_s": ", s", "_us": ", us"}.items():
         if key.endswith(suffix):
-            return (key.removesuffix(suffix).replace("_", " ").strip() or "rate") + unit
-    return key.replace("_bytes_per", " per").replace("_", " ") + (", MB" if "_bytes_per" in key else "")
+            return key.removesuffix(suffix).replace("_", " ") + unit
+    return key.replace("_", " ")
 
 
 def cell(key: str, value: Any) -> str:
@@ -168,9 +174,9 @@ def cell(key: str, value: Any) -> str:
     if isinstance(value, str):
         return value.replace("|", "\\|")
     if key.endswith("bytes_per_s"):
-        return f"{value / 1e9:.2f}"
+        return f"{value / 1e9:.2f} GB/s"
     if "_bytes" in key:
-        return f"{value / 1e6:,.1f}"
+        return f"{value / 1e6:,.1f} MB" if abs(value) >= 1e5 else f"{value:,.4g} B"
     if key.endswith("_frac") or "cost" in key:
         return f"{value:.1%}"
     if "diff" in key:

@@ -65,7 +65,7 @@ def test_the_page_says_where_figures_come_from_and_what_is_not_valid() -> None:
     row = dict(zip(head, cells[3], strict=True))
     assert row["case"] == "all_gpu" and row["context"] == "512" and row["ratio to dynamic"] == "1.25"
     assert row["ms per token"] == "80.0" and row["spread"] == "0.90 … 1.10" and row["bound"] == "87.5%"
-    assert row["read per token, MB"] == "94.4" and row["max logit diff"] == "2e-05" and row["is valid"] == "NO"
+    assert row["read bytes per token"] == "94.4 MB" and row["max logit diff"] == "2e-05" and row["is valid"] == "NO"
     assert "- hf_offloaded: needs CUDA" in text
     assert "![decode: decode-ratio_to_dynamic](results/decode-ratio_to_dynamic.svg)" in text
 
@@ -78,12 +78,26 @@ def test_a_benchmark_without_columns_of_its_own_gets_all_that_fits_and_parts_get
 
 
 @pytest.mark.parametrize(("key", "value", "shown"), [
-    ("peak_bytes", 12_345_678, "12.3"), ("bytes_per_s", 2.5e9, "2.50"), ("fio_bytes_per_s", 1.3e9, "1.30"),
+    ("peak_bytes", 12_345_678, "12.3 MB"), ("bytes_per_s", 2.5e9, "2.50 GB/s"), ("block_bytes", 812.25, "812.2 B"),
     ("cost_quartiles", [-0.012, 0.02], "-1.2% … 2.0%"), ("seconds", 123.456, "123.5"), ("pairs", 9, "9"),
     ("same_tokens", True, "yes"), ("target", None, ""), ("stall_ms", 0.04, "0.0"),
 ])  # fmt: skip
 def test_values_are_shown_in_their_units(key: str, value: Any, shown: str) -> None:
     assert cell(key, value) == shown
+
+
+def test_rows_of_different_kinds_get_tables_of_their_own_and_none_is_lost() -> None:
+    rows = [
+        {"case": "operation", "operation": "seal", "blocks": 1000, "us": 5.25},
+        {"case": "metadata", "blocks": 1000, "block_bytes": 700.0},
+        {"case": "all_gpu", "context": 1024, "ms_per_token": 2.0, "blocks": {"gpu": 4, "cpu": 0}},
+        {"case": "of a later version"},
+    ]
+    text = page({"scale": {"benchmark": "scale", "rows": rows}}, {})
+    assert all(title in text for title in ("### operations", "### metadata", "### contexts", "### others"))
+    assert "| operation | seal | 1,000 | 5.25 |" in text and "| all_gpu | 1,024 | 2.0 | gpu 4 |" in text
+    assert "| metadata | 1,000 | 700 B |" in text and "| of a later version |" in text
+    assert set(draw({"benchmark": "scale", "rows": rows})) == {"us", "ms_per_token"}
 
 
 # -- plots ------------------------------------------------------------------------------------------------------------
