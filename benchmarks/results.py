@@ -154,7 +154,8 @@ def _fits(value: Any) -> bool:
 
 
 def _words(key: str) -> str:
-    for suffix, unit in {"bytes_per_s": "rate", "_frac": "", "_ms": ", ms", "_s": ", s", "_us": ", us"}.items():
+    units = {"bytes_per_s": "rate", "_gb_s": ", GB/s", "_per_s": "/s", "_frac": "", "_ms": ", ms", "_s": ", s"}
+    for suffix, unit in {**units, "_us": ", us"}.items():
         if key.endswith(suffix):
             return key.removesuffix(suffix).replace("_", " ") + unit
     return key.replace("_", " ")
