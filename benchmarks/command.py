@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,18 @@ def finish(document: dict[str, Any], tables: Sequence[Table], options: argparse.
         console.print(table)
     load = [round(value, 1) for value in (load_before, os.getloadavg()[0])]
     print(json.dumps({**document, "threads": options.threads, "load": load, "machine": machine()}))
+
+
+def in_a_new_process(module: str, task: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The document of a module of the benchmarks that takes a task's file, which is written to `folder`.
+
+    Raises subprocess.CalledProcessError: it failed.
+    """
+    file = folder / "task.json"
+    file.write_text(json.dumps(task))
+    command = [sys.executable, "-m", f"kvtier.benchmarks.{module}", str(file)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def console_of(*, stderr: bool = False) -> Console:

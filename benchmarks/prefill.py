@@ -19,11 +19,9 @@ activations, and whatever the allocator holds. Run as `python -m kvtier.benchmar
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +36,7 @@ from rich.table import Table
 
 from kvtier import TieredKV
 from kvtier.benchmarks.budgets import SHARES, layout, tier_config
-from kvtier.benchmarks.command import encode, fill, finish, parse
+from kvtier.benchmarks.command import encode, fill, finish, in_a_new_process, parse
 from kvtier.benchmarks.models import LoadedModel, load_model, twin
 from kvtier.benchmarks.prefill_child import prefill_plain, prefill_tiered
 from kvtier.benchmarks.residence import residence
@@ -52,6 +50,7 @@ QUICK_CASES = ("plain_chunked", "all_gpu", "gpu25_cpu25_nvme50")
 MAX_LOGIT_DIFF = 1e-3
 
 Child = Callable[[dict[str, Any], Path], dict[str, Any]]
+_CHILD: Child = functools.partial(in_a_new_process, "prefill_child")
 
 
 @dataclass
@@ -78,15 +77,6 @@ class _Side:
         return took_s
 
 
-def in_a_new_process(task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What `prefill_child` says of a task."""
-    file = folder / "task.json"
-    file.write_text(json.dumps(task))
-    command = [sys.executable, "-m", "kvtier.benchmarks.prefill_child", str(file)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def _side(case: str, model: Any, ids: torch.Tensor, chunk: int, stack: ExitStack) -> _Side:
     task: dict[str, Any] = {"ids": ids[0].tolist(), "config": None, "chunk": None}
     if case in PLAIN:
@@ -106,7 +96,7 @@ def measure(
     num_rounds: int,
     folder: Path,
     child: dict[str, Any],
-    start: Child = in_a_new_process,
+    start: Child = _CHILD,
 ) -> list[dict[str, Any]]:
     """The rows of one context length. `child`: what a process of its own is told beside its case."""
     ids = encode(loaded, context).to(loaded.model.device)
