@@ -12,7 +12,7 @@ CODE := kvtier policies configs benchmarks docs tests
 # pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
 PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
 
-.PHONY: help install demo test check compat fix docs matrix mutants crash wheel-test test-cuda bench-cuda
+.PHONY: help install demo test check compat fix docs matrix mutants crash bench wheel-test test-cuda bench-cuda
 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
@@ -25,6 +25,7 @@ help:
 	@echo "make matrix      every mode x family x attention x dtype against plain transformers, into docs/matrix.md"
 	@echo "make mutants     seed bugs and see that the tests catch each"
 	@echo "make crash       200 SIGKILLs of a process that writes to an nvme folder; what is found again (10 to 20 minutes)"
+	@echo "make bench       all benchmarks (hours; ARGS=--quick: about 15 minutes) into benchmarks/RESULTS.md; BENCH=decode,prefill: those"
 	@echo "make wheel-test  build the wheel and try it in a fresh environment"
 	@echo "make test-cuda   the tests that need a CUDA device (under 3 minutes)"
 	@echo "make bench-cuda  copies and decoding on a CUDA device (under 5 minutes); without one it says so"
@@ -82,6 +83,10 @@ mutants: install
 
 crash: install
 	$(BIN)/python -m tests.crash
+
+# Each benchmark's document becomes a line in benchmarks/results/; `make bench BENCH=decode ARGS="--quick --pairs 9"`.
+bench: install
+	$(BIN)/python -m kvtier.benchmarks.run_all $(if $(BENCH),--only $(BENCH)) $(if $(SKIP),--without $(SKIP)) $(if $(ARGS),-- $(ARGS))
 
 # build/ is removed first: setuptools would put files from it in the wheel that are no longer in the tree.
 # Core dependencies only, so this also shows that the command line starts without transformers.

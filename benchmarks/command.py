@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,18 @@ def finish(document: dict[str, Any], tables: Sequence[Table], options: argparse.
     print(json.dumps({**document, "threads": options.threads, "load": load, "machine": machine()}))
 
 
+def in_a_new_process(module: str, task: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The document of a module of the benchmarks that takes a task's file, which is written to `folder`.
+
+    Raises subprocess.CalledProcessError: it failed.
+    """
+    file = folder / "task.json"
+    file.write_text(json.dumps(task))
+    command = [sys.executable, "-m", f"kvtier.benchmarks.{module}", str(file)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 def console_of(*, stderr: bool = False) -> Console:
     """A console whose tables are whole: a file has no width, and cells cut short say nothing."""
     console = Console(stderr=stderr)
@@ -62,7 +76,7 @@ def console_of(*, stderr: bool = False) -> Console:
 def fill(table: Table, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Columns and rows into a table; all but the first column to the right."""
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
     for row in rows:
         table.add_row(*row)
     return table

@@ -73,7 +73,10 @@ def main() -> int:
     parser.add_argument("--model", help="a local folder; the demo's SmolLM2 by default")
     parser.add_argument("--tokens", type=int, default=1024, help=f"at least {BLOCK_TOKENS}")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help=f"{2 * BLOCK_TOKENS} tokens")
     options = parser.parse_args()
+    if options.quick:
+        options.tokens = 2 * BLOCK_TOKENS
     if options.tokens < BLOCK_TOKENS or options.repeats < 1:
         parser.error(f"give at least {BLOCK_TOKENS} tokens and 1 repeat")
     from pydoc_data.topics import topics
@@ -82,17 +85,18 @@ def main() -> int:
     loaded = load_model(options.model)
     text = "\n".join(topics.values())[: 20 * options.tokens]
     ids = loaded.tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens].to(loaded.model.device)
-    results = {}
+    rows = []
     for name, dtype in DTYPES.items():
         data = list(slices(loaded.model, ids, dtype))
-        results[name] = measure(ZstdCodec(dtype.itemsize), data, options.repeats)
+        rows.append({"dtype": name, **measure(ZstdCodec(dtype.itemsize), data, options.repeats)})
     table = Table("dtype", "stored / raw", "slices left raw", "encode GB/s", "decode GB/s", title=loaded.name)
-    for name, each in results.items():
-        table.add_row(name, f"{each['stored_frac']:.3f}", f"{each['stored_raw_frac']:.0%}",
+    for each in rows:
+        table.add_row(each["dtype"], f"{each['stored_frac']:.3f}", f"{each['stored_raw_frac']:.0%}",
                       f"{each['encode_gb_s']:.2f}", f"{each['decode_gb_s']:.2f}")  # fmt: skip
     Console().print(table)
     document = {"benchmark": "compression", "model": loaded.name, "tokens": int(ids.shape[1]),
-                "block_tokens": BLOCK_TOKENS, "repeats": options.repeats, "results": results, **machine()}  # fmt: skip
+                "block_tokens": BLOCK_TOKENS, "repeats": options.repeats, "rows": rows,
+                "machine": machine()}  # fmt: skip
     print(json.dumps(document))
     return 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -42,3 +44,33 @@ def fio_rate(
         raise RuntimeError(f"fio ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     return float(job["read" if access == "randread" else "write"]["bw_bytes"])
+
+
+class ReadPeak:
+    """What the disk gives at most, asked for again and again during a run: random reads of 1 MiB, 16 in flight."""
+
+    REQUEST_BYTES, DEPTH = 1 << 20, 16
+
+    def __init__(self, folder: Path, run_s: float, file_bytes: int = 256 << 20) -> None:
+        """Write the file to read. Raises ConfigError: there is no fio."""
+        self.version = fio_version()
+        self._path, self._run_s, self._file_bytes = folder / "fio", run_s, file_bytes
+        self.rates: list[float] = []
+        """Of each time, the faster engine's, in bytes a second."""
+        with self._path.open("wb", buffering=0) as file:
+            for _ in range(file_bytes >> 20):
+                file.write(os.urandom(1 << 20))
+            os.fsync(file.fileno())
+
+    def measure(self) -> None:
+        """Ask once more."""
+        rates = (
+            fio_rate(self._path, self._file_bytes, "randread", engine, self.REQUEST_BYTES, self.DEPTH, self._run_s)
+            for engine in ENGINES
+        )
+        self.rates.append(max(rates))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The median of the times so far."""
+        return statistics.median(self.rates)

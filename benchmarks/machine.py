@@ -53,13 +53,24 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `-dirty` after it where files differ; None for an installed package."""
+    """The checkout's commit, with `-dirty` after it where files differ; None for an installed package.
+
+    What benchmarks write of their results does not count: the second of a series is of the same code as the first.
+    """
     root = Path(kvtier.__file__).resolve().parents[1]
     if not (root / ".git").exists():  # a checkout further up is another project's
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    git = ["git", "-C", str(root)]
+    results = [":(exclude)benchmarks/results", ":(exclude)benchmarks/RESULTS.md"]
+    commands = (
+        [*git, "describe", "--always", "--abbrev=12", "--exclude=*"],
+        [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *results],
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        commit, changed = (
+            subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for command in commands
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return f"{commit}-dirty" if changed else commit

@@ -22,12 +22,10 @@ Cost: about 10 minutes and 2 GB of disk at 8,000 tokens (one thread, SmolLM2); `
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,7 +38,7 @@ from rich.table import Table
 
 from kvtier import TieredKV
 from kvtier.benchmarks.cold import drop_cache, is_cold
-from kvtier.benchmarks.command import encode, fill, finish, parse
+from kvtier.benchmarks.command import encode, fill, finish, in_a_new_process, parse
 from kvtier.benchmarks.models import LoadedModel, load_model
 from kvtier.benchmarks.residence import put_on
 from kvtier.benchmarks.spent import Spent, spent
@@ -61,15 +59,7 @@ TARGET_CONTEXT = 8000
 
 
 Restart = Callable[[dict[str, Any], Path], dict[str, Any]]
-
-
-def in_a_new_process(task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What `resume_child` says of a task."""
-    file = folder / "task.json"
-    file.write_text(json.dumps(task))
-    command = [sys.executable, "-m", "kvtier.benchmarks.resume_child", str(file)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+_RESTART: Restart = functools.partial(in_a_new_process, "resume_child")
 
 
 def config_for(model: Any, num_tokens: int, folder: Path, **values: Any) -> dict[str, Any]:
@@ -197,7 +187,7 @@ def run(
     options: argparse.Namespace,
     folder: Path,
     console: Console,
-    restart: Restart = in_a_new_process,
+    restart: Restart = _RESTART,
 ) -> dict[str, Any]:
     """Everything measured, as the JSON document has it.
 
