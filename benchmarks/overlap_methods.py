@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class Tiered(Method):
         if link is not None:
             self._runtime.interpose(Tier.CPU, lambda store: LinkedStore(store, link))
         self._cache = self._tiered.new_cache()
+        self._before: Mapping[str, float] = {}
         self.num_layers = self._runtime.group.shape.num_layers
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -116,7 +118,18 @@ class Tiered(Method):
         found = {"moves_in_flight": stats["moves_in_flight"]}
         if ring is not None:
             found |= {"ring_slices": self._runtime.gpu_budget.ring_slices, "group_slices": ring.cell_slices}
-        return found | ({"stats_bound": stats["bound"]} if "bound" in stats else {})
+        causes = self._causes()
+        return found | {"stats_stalls_s": {name: causes[name] - self._before.get(name, 0.0) for name in causes}}
+
+    def mark(self) -> None:
+        """What it waits for counts from here on."""
+        self._before = self._causes()
+
+    def _causes(self) -> Mapping[str, float]:
+        """Seconds waited so far by cause, as far as `stats()` knows causes."""
+        stats = self._tiered.stats()
+        causes: Mapping[str, float] = stats.get("bound", {}).get("stalls", {"all": stats["stall_s"]})
+        return causes
 
     def close(self) -> None:
         self._tiered.close()
@@ -168,6 +181,7 @@ def spilled(model: Any, num_blocks: int, num_spilled: int, ids: torch.Tensor, li
             before = found.num_streamed()
             found.feed(token)
         if found.num_streamed() - before == num_spilled * found.num_layers:
+            found.mark()
             return found
         found.close()
     raise RuntimeError(f"kvtier streams {num_spilled} of {num_blocks} blocks at no number of gpu slots")

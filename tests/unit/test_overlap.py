@@ -345,6 +345,7 @@ def test_a_rows_parts_add_up(rows: list[dict[str, Any]]) -> None:
         assert set(row["stall_by_cause"]) == {"step_boundary", "bandwidth", "latency", "copy_down"}
         assert set(row["link_idle_ms"]) == {"before", "between", "behind"}
         assert (row["device"], row["link_gb_s"], row["spilled_frac"]) == ("RTX 4090", 25.0, 3 / 8)
+    assert set(rows[0]["stats_stalls_s"]) and all(seconds >= 0 for seconds in rows[0]["stats_stalls_s"].values())
     assert rows[1]["stall_by_cause"]["copy_down"] > 0 == rows[0]["stall_by_cause"]["copy_down"]
 
 
