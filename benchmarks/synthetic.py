@@ -18,7 +18,8 @@ from kvtier.block_table import Made
 from kvtier.errors import UnsupportedError
 from kvtier.hf import TieredCache, describe
 from kvtier.step import NewColumns, Run, Step
-from kvtier.types import LayerGroup
+from kvtier.stores.gpu import GpuStore
+from kvtier.types import LayerGroup, Tier
 
 PIECE_TOKENS = 256
 """Values are drawn for so many tokens at a time, whoever asks: the order of drawing is part of what is drawn."""
@@ -85,7 +86,8 @@ def fill(tiered: TieredKV, cache: TieredCache, token_ids: torch.Tensor, generato
 
 def _write(tiered: TieredKV, step: Step, piece: _Piece, done: int) -> None:
     """The step's tokens, which are those of the piece from number `done` on, into their gpu slots."""
-    store = tiered._runtime.executor.memory.store
+    store = tiered._runtime.stores[Tier.GPU]
+    assert isinstance(store, GpuStore)  # it always is: attention reads it in place
     for number, row in enumerate(step.rows):
         for write in row.writes:
             new = slice(done + write.offset, done + write.offset + write.count)
