@@ -1,9 +1,9 @@
 """How the control plane's cost grows with the number of blocks, and a token's with the length of its context.
 
-- Operations: microseconds of each, median of `--rounds` measurements of many, in a house of 1K … 1M blocks that lie on
-  three tiers, without tensors. Beside it the instructions of Python that one executes, which no noise disturbs: they
-  grow where an operation visits more entries in a larger house. What is done for each block of a sequence is told per
-  block.
+- Operations: microseconds of processor time of each, median of `--rounds` measurements of many, in a house of 1K … 1M
+  blocks that lie on three tiers, without tensors. Beside it the instructions of Python that one executes, which nothing
+  disturbs: they grow where an operation visits more entries in a larger house. What is done for each block of a
+  sequence is told per block.
 - Metadata: bytes of a block and of a token, from what is allocated for houses of small and of large blocks, prefix
   index, policies, slot pools and block tables included.
 - Contexts: milliseconds of a token at 1K … 128K tokens on a model of one layer, and what of it the manager takes.
