@@ -5,9 +5,10 @@ at each context length:
 
 - `dynamic`: the plain model, DynamicCache and sdpa;
 - `all_gpu`: kvtier with everything on the gpu tier;
-- `gpu25_cpu75`: kvtier with a quarter of the KV on the gpu tier; the rest is streamed from pinned host memory at every
-  token. `bound_ms` is `max(all_gpu, streamed bytes / rate of copies to the device)`, both measured in this run, and
-  `bound_frac` how much of it was reached;
+- `gpu25_cpu75`: kvtier with a quarter of the KV on the gpu tier; all the rest is streamed from pinned host memory at
+  every token. `bound_ms` is `max(all_gpu, streamed bytes / rate of copies to the device)`, both measured in this run,
+  and `bound_frac` how much of it was reached;
+- `gpu25_host75`: the same, and the CPU attends to some of what is not on the gpu tier (`host_attention: auto`);
 - `hf_offloaded`: transformers' offloaded cache, which moves all KV of a layer both ways at every token.
 
 Each row is the median of `--pairs` rounds of `--tokens` tokens; in a round all cases of a context take turns. Run as
@@ -149,7 +150,7 @@ class Side:
         return (time.perf_counter() - started_s) / num_tokens * 1e3
 
 
-def config_for(model: Any, context: int, num_extra: int, *, on_gpu_frac: float) -> dict[str, Any]:
+def config_for(model: Any, context: int, num_extra: int, *, on_gpu_frac: float, host: str) -> dict[str, Any]:
     """Budgets for one conversation, of whose KV `on_gpu_frac` and what a step needs beside it has room on the gpu."""
     group = describe(model, BLOCK_TOKENS)
     shape, num_blocks = group.shape, -(-(context + num_extra) // BLOCK_TOKENS)
@@ -167,7 +168,8 @@ def config_for(model: Any, context: int, num_extra: int, *, on_gpu_frac: float) 
     tiers: dict[str, Any] = {"gpu": {"budget": budget, "high": 1.0, "low": 0.97}}
     if not is_whole:
         tiers["cpu"] = {"budget": (num_blocks + 4) * slot_bytes(shape)}
-    return {"block_tokens": BLOCK_TOKENS, "prefill_chunk": PREFILL_CHUNK, "prefix_cache": False, "tiers": tiers}
+    return {"block_tokens": BLOCK_TOKENS, "prefill_chunk": PREFILL_CHUNK, "prefix_cache": False,
+            "host_attention": host, "tiers": tiers}  # fmt: skip
 
 
 def decode_rows(
@@ -188,9 +190,9 @@ def decode_rows(
         wrapped: dict[str, TieredKV] = {}
         sides: dict[str, Side] = {}
 
-        def tiered(case: str, on_gpu_frac: float) -> Side:
+        def tiered(case: str, on_gpu_frac: float, host: str = "never") -> Side:
             other = twin(model)
-            config = config_for(model, context, num_extra, on_gpu_frac=on_gpu_frac)
+            config = config_for(model, context, num_extra, on_gpu_frac=on_gpu_frac, host=host)
             wrapped[case] = stack.enter_context(TieredKV(other, config))
             return Side(other, wrapped[case].new_cache(), ids, device)
 
@@ -198,6 +200,7 @@ def decode_rows(
             "dynamic": lambda: Side(model, DynamicCache(config=model.config), ids, device),
             "all_gpu": lambda: tiered("all_gpu", 1.0),
             "gpu25_cpu75": lambda: tiered("gpu25_cpu75", 0.25),
+            "gpu25_host75": lambda: tiered("gpu25_host75", 0.25, "auto"),
             "hf_offloaded": lambda: Side(model, DynamicCache(config=model.config, offloading=True), ids, device),
         }
         for case, make in makers.items():
@@ -214,7 +217,6 @@ def decode_rows(
             for case, side in order if number % 2 else reversed(order):
                 times.setdefault(case, []).append(side.ms_per_token(num_tokens))
         after = {case: each.stats() for case, each in wrapped.items()}
-    slice_bytes = describe(model, BLOCK_TOKENS).shape.slice_bytes
     rows: list[dict[str, Any]] = []
     for case in makers:
         row: dict[str, Any] = {"case": case, "context": context}
@@ -231,10 +233,12 @@ def decode_rows(
                 tier: now["tiers"][tier]["slices_read"] - then["tiers"][tier]["slices_read"] for tier in now["tiers"]
             }
             row["slices_read"] = slices
-            row["streamed_bytes_per_token"] = slices["cpu"] * slice_bytes / steps
+            # What the ring brought; blocks that the CPU attends to stay where they are.
+            moved = now["bytes_moved"]["cpu_to_gpu"] - then["bytes_moved"]["cpu_to_gpu"]
+            row["streamed_bytes_per_token"] = moved / steps
             row["stall_ms"] = (now["stall_s"] - then["stall_s"]) / steps * 1e3
             row["attention_kernels"] = now["attention_kernels"]
-            if slices["cpu"] and "all_gpu" in times:
+            if case == "gpu25_cpu75" and "all_gpu" in times:
                 link_ms = row["streamed_bytes_per_token"] / copy_bytes_per_s * 1e3
                 row["bound_ms"] = max(statistics.median(times["all_gpu"]), link_ms)
                 row["bound_frac"] = row["bound_ms"] / row["ms_per_token"]

@@ -37,6 +37,7 @@ class Way:
     dtype: torch.dtype
     mode: str
     block_tokens: int
+    host_attention: str = "never"
 
     def config(self, model: Any, folder: Path, rows: int, num_tokens: int) -> dict[str, Any]:
         """Budgets of a few blocks, so that a prompt of twenty-four needs all three tiers."""
@@ -44,6 +45,7 @@ class Way:
         block_bytes = group.shape.block_bytes
         return {
             "attention": self.mode,
+            "host_attention": self.host_attention,
             "block_tokens": self.block_tokens,
             "prefill_chunk": _CHUNK,
             "prefix_cache": False,

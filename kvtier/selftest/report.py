@@ -96,6 +96,8 @@ def _comparisons(device: torch.device) -> Iterator[_Step]:
     for mode in ("blockwise", "gathered"):
         way = exactness.Way(device, torch.float32, mode, _BLOCK_TOKENS)
         yield f"prompt and answer, {mode}, float32", str(device), compared(way, exactness.prompt_and_answer)
+    beside = exactness.Way(device, torch.float32, "blockwise", _BLOCK_TOKENS, host_attention="always")
+    yield "prompt and answer, the host attends, float32", str(device), compared(beside, exactness.prompt_and_answer)
     way = exactness.Way(device, torch.float32, "blockwise", _BLOCK_TOKENS)
     yield "crop, blockwise, float32", str(device), compared(way, exactness.crop_and_go_on)
     yield "padded batch, blockwise, float32", str(device), compared(way, exactness.padded_batch, rows=3)

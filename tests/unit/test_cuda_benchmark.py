@@ -32,7 +32,7 @@ def test_its_code_runs_and_its_rows_say_what_was_streamed(capsys: pytest.Capture
     assert rate == next(r["bytes_per_s"] for r in rows if r["piece_bytes"] == 1 << 20 and r["direction"] == "to_device")
     rows += cuda.decode_rows(TINY, torch.device("cpu"), 4096, num_tokens=2, num_pairs=3, copy_bytes_per_s=rate)
     found = {row["case"]: row for row in rows if row["case"] != "copy"}
-    assert set(found) == {"dynamic", "all_gpu", "gpu25_cpu75", "hf_offloaded"}
+    assert set(found) == {"dynamic", "all_gpu", "gpu25_cpu75", "gpu25_host75", "hf_offloaded"}
     for case in ("dynamic", "all_gpu", "gpu25_cpu75"):
         assert found[case]["ms_per_token"] > 0 and found[case]["ratio_to_dynamic"] > 0
     assert found["all_gpu"]["slices_read"]["cpu"] == 0, "all of it is on the gpu tier"
