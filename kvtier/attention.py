@@ -21,7 +21,7 @@ class Partial:
     """Attention over one piece of the keys, for each of `n` pieces.
 
     `output` is `[n, kv_heads, rows, value_dim]`, `lse` `[n, kv_heads, rows]` in fp32. `rows` are the query heads of a
-    kv head times the queries, see `pack`.
+    kv head times the queries, see `pack`. Pieces of the same queries may have been merged into one: then `n` is 1.
     """
 
     output: torch.Tensor
