@@ -79,9 +79,10 @@ class StepPlan:
             resident: list[Resident] = []
             num_on_host = 0
             for index, block in enumerate(table.blocks[: table.num_full_blocks]):
-                copies = residency[block].copies
-                tier = min(copies, default=None)
-                if tier is None:
+                record = residency[block]
+                tier = record.fastest
+                slot = None if tier is None else record.slot(tier)
+                if tier is None or slot is None:
                     lost[block] = None
                     continue
                 is_resident = tier is Tier.GPU
@@ -90,11 +91,11 @@ class StepPlan:
                     # Spread over the blocks, so that the share holds however many there are.
                     is_resident = int(num_on_host * host_frac) > int((num_on_host - 1) * host_frac)
                 if is_resident:
-                    resident.append(Resident(index, copies[tier], tier))
+                    resident.append(Resident(index, slot, tier))
                 elif block in streamed:
                     streamed[block][3].append(row)
                 else:
-                    streamed[block] = index, tier, copies[tier], [row]
+                    streamed[block] = index, tier, slot, [row]
             rows.append(RowPlan(tuple(resident), tuple(_runs(resident))))
         if lost:
             raise BlockLostError(f"{len(lost)} blocks of the batch were dropped to make room", tuple(lost))

@@ -12,12 +12,24 @@ from hypothesis import strategies as st
 
 from kvtier.batch import Batch
 from kvtier.errors import UnsupportedError
+from kvtier.host_attention import HostAttender, HostShare
 from kvtier.open_step import OpenStep, StepMemory
 from kvtier.plan import Source
 from kvtier.ring import Group
 from kvtier.step import StepState
 from kvtier.stores.gpu import GpuStore
-from kvtier.types import AttentionMode, BlockShape, Engine, LayerGroup, Move, MoveResult, MoveStatus, Tier
+from kvtier.stores.slab import LayerViews
+from kvtier.types import (
+    AttentionMode,
+    BlockShape,
+    Engine,
+    HostAttention,
+    LayerGroup,
+    Move,
+    MoveResult,
+    MoveStatus,
+    Tier,
+)
 from tests.small_tiers import build, columns
 
 LAYERS, KV_HEADS, HEADS, BLOCK_TOKENS, KEY_DIM = (1, 4), 2, 4, 4, 8
@@ -81,6 +93,9 @@ class World:
     group_size: int
     mode: AttentionMode
     seed: int
+    host: HostAttention = HostAttention.NEVER
+    beside: bool = False
+    """Whether a thread attends to the cpu tier's blocks, as beside a device."""
     rows: list[list[Column]] = field(default_factory=lambda: [[], [], []])
 
     def __post_init__(self) -> None:
@@ -96,9 +111,12 @@ class World:
         self.ring = PlainRing(self.stores[Tier.CPU], self.group_size)
         self.group = LayerGroup(LAYERS, shape, "cpu", str(self.dtype), HEADS)
         self.memory = StepMemory(
-            self.group, self.stores[Tier.GPU], self.ring, self.house.placement.metrics, self.mode, self.num_pieces,
-            torch.full((1 << 18,), 0xFF, dtype=torch.uint8),
+            self.group, {tier: LayerViews(store.keys, store.values) for tier, store in self.stores.items()}, self.ring,
+            self.house.placement.metrics, self.mode, self.num_pieces, torch.full((1 << 18,), 0xFF, dtype=torch.uint8),
+            HostShare(self.host, is_on_host=True),
         )  # fmt: skip
+        if self.beside:
+            self.memory.attender = HostAttender(torch.device("cpu"), self.memory.share)
         self.batch: Batch = self.house.manager.new_batch(3)
         self.random = torch.Generator().manual_seed(self.seed)
         self.next_id = 0
@@ -117,7 +135,7 @@ class World:
             new.append(columns(ids))
             self.next_id += num_new
         step = manager.begin_step(self.batch, new)
-        plan = manager.plan(self.batch)
+        plan = manager.plan(self.batch, self.memory.host_frac())
         self.ring.streamed = plan.streamed
         opened = OpenStep(self.memory, step, plan)
         keys = self.randn(len(LAYERS), num_rows, KV_HEADS, num_new, KEY_DIM)
@@ -237,6 +255,7 @@ worlds = {
     "num_pieces": st.integers(1, 3),
     "group_size": st.integers(1, 4),
     "seed": st.integers(0, 2**16),
+    "host": st.sampled_from(HostAttention),
     "todo": st.lists(operations, min_size=2, max_size=9),
 }
 
@@ -249,21 +268,27 @@ def run(world: World, todo: list[tuple[object, ...]]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]), **worlds)
+@given(dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]), beside=st.booleans(), **worlds)
 def test_every_row_attends_to_exactly_its_tokens(
-    dtype: torch.dtype, value_dim: int, num_pieces: int, group_size: int, seed: int, todo: list[tuple[object, ...]]
-) -> None:
+    dtype: torch.dtype, value_dim: int, num_pieces: int, group_size: int, seed: int, todo: list[tuple[object, ...]],
+    host: HostAttention, beside: bool,
+) -> None:  # fmt: skip
     if dtype is torch.bfloat16:  # scores written out, or a sink beside a single piece, are of another precision
         todo = [(*each[:3], None, False) if each[0] == "step" else each for each in todo]
-    run(World(dtype, value_dim, num_pieces, group_size, AttentionMode.BLOCKWISE, seed), todo)
+    world = World(dtype, value_dim, num_pieces, group_size, AttentionMode.BLOCKWISE, seed, host, beside)
+    try:
+        run(world, todo)
+    finally:
+        world.memory.close()
 
 
 @settings(max_examples=60, deadline=None)
 @given(dtype=st.sampled_from([torch.float32, torch.bfloat16]), **worlds)
 def test_gathered_columns_are_what_the_plain_cache_would_hold(
-    dtype: torch.dtype, value_dim: int, num_pieces: int, group_size: int, seed: int, todo: list[tuple[object, ...]]
-) -> None:
-    run(World(dtype, value_dim, num_pieces, group_size, AttentionMode.GATHERED, seed), todo)
+    dtype: torch.dtype, value_dim: int, num_pieces: int, group_size: int, seed: int, todo: list[tuple[object, ...]],
+    host: HostAttention,
+) -> None:  # fmt: skip
+    run(World(dtype, value_dim, num_pieces, group_size, AttentionMode.GATHERED, seed, host), todo)
 
 
 @pytest.mark.parametrize("held", [4, 5, 8])

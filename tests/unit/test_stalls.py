@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from kvtier.device import DONE, Event, HostDevice
 from kvtier.edge_meter import StepClock
 from kvtier.errors import BlockLostError
 from kvtier.metrics import Metrics, Stall
@@ -27,12 +28,13 @@ SHAPE = BlockShape(num_layers=2, kv_heads=1, block_tokens=4, key_dim=4, value_di
 def stream(tiers: list[Tier], slow: Tier, delay_s: float = 0.02) -> Metrics:
     """A step's streaming without prefetch, so that everything is waited for; one tier takes its time."""
 
-    def read(tier: Tier, slot: Slot, layer: int, out: torch.Tensor) -> None:
+    def read(tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
         time.sleep(delay_s if tier is slow else 0)
+        return DONE
 
     metrics = Metrics()
     ring = SliceRing(
-        SHAPE, 20, torch.float32, torch.device("cpu"),
+        SHAPE, 20, torch.float32, HostDevice(),
         read_slice=read, prefetch=NoPrefetch(), metrics=metrics, num_threads=2, io_timeout_s=5.0,
     )  # fmt: skip
     assert ring.cell_slices == 4  # they come together
@@ -65,8 +67,9 @@ def test_what_does_not_come_in_time_is_waited_for_too() -> None:
     metrics = Metrics()
     is_over = threading.Event()
     ring = SliceRing(
-        SHAPE, 20, torch.float32, torch.device("cpu"),
-        read_slice=lambda tier, *_: is_over.wait(10 if tier is Tier.NVME else 0), prefetch=NoPrefetch(),
+        SHAPE, 20, torch.float32, HostDevice(),
+        read_slice=lambda tier, *_: (is_over.wait(10 if tier is Tier.NVME else 0) and DONE) or DONE,
+        prefetch=NoPrefetch(),
         metrics=metrics, num_threads=2, io_timeout_s=0.05,
     )  # fmt: skip
     tiers = [Tier.NVME, Tier.CPU, Tier.CPU, Tier.CPU]

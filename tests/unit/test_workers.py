@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from kvtier.device import HostDevice
+from kvtier.device import DONE, HostDevice
 from kvtier.errors import ClosedError, NoSpaceError
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
@@ -132,18 +132,16 @@ def test_each_edge_is_metered_and_what_fails_brings_nothing() -> None:
             raise NoSpaceError("as asked", available_slots=0)
 
     gpu, cpu = CpuStore(SHAPE, 8, pin=False), CpuStore(SHAPE, 8, pin=False)
-    engine = TransferEngine(
-        {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: Full(SHAPE, 8, Tier.NVME)}, 2, torch.device("cpu")
-    )
+    engine = TransferEngine({Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: Full(SHAPE, 8, Tier.NVME)}, 2, HostDevice())
     engine.edges.steps.start()
     engine.start([_move(number, Tier.GPU, Tier.CPU) for number in range(3)])
     engine.start([_move(number, Tier.GPU, Tier.NVME) for number in range(3, 6)])
     ended = [result for _ in range(6) if engine.in_flight() for result in engine.wait(10)]
     assert {result.status for result in ended} == {MoveStatus.DONE, MoveStatus.NO_SPACE}
     out = torch.empty(SHAPE.slice_bytes, dtype=torch.uint8)
-    engine.read_slice(Tier.CPU, Slot(0), 1, out)
+    engine.read_slice(Tier.CPU, Slot(0), 1, out, DONE)
     with pytest.raises(IndexError):
-        engine.read_slice(Tier.CPU, Slot(0), 2, out)
+        engine.read_slice(Tier.CPU, Slot(0), 2, out, DONE)
     engine.edges.steps.stop()
     uses = engine.edges.uses()
     assert set(uses) == {"gpu_to_cpu", "cpu_to_gpu"}  # not gpu_to_nvme, which brought nothing
