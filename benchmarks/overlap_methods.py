@@ -117,7 +117,7 @@ class Tiered(Method):
         ring = self._runtime.executor.ring
         found = {"moves_in_flight": stats["moves_in_flight"]}
         if ring is not None:
-            found |= {"ring_slices": self._runtime.gpu_budget.ring_slices, "group_slices": ring.cell_slices}
+            found |= {"ring_slices": self._runtime.gpu_budget.ring_slices, "group_slices": ring.group_slices}
         causes = self._causes()
         return found | {"stats_stalls_s": {name: causes[name] - self._before.get(name, 0.0) for name in causes}}
 

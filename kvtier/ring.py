@@ -71,16 +71,18 @@ class _Read:
 class SliceRing:
     """Reads the streamed slices of a step in plan order into `num_slices` fixed buffers.
 
-    The ring is `num_cells` cells of equal size; a cell takes a group of neighbouring slices of one layer, so that
-    attention gets them as rows of one call. A cell is read into again only after the group it held has been used; on a
-    device with queues that is an event behind the kernels that used it, and kernels begin behind the copies they need.
-    Runs ahead as far as cells and the prefetch policy allow.
+    The ring is cut into cells of equal size, anew for each plan: a cell takes a group of neighbouring slices of one
+    layer, so that attention gets them as rows of one call. A cell is read into again only after the group it held has
+    been used; on a device with queues that is an event behind the kernels that used it, and kernels begin behind the
+    copies they need. Runs ahead as far as cells and the prefetch policy allow.
 
     A read of the nvme tier that passes its deadline is a loss, and its cell is left to it until it ends. Such reads
     usually have all cells: one slice more is kept (of three or more) for streaming from the cpu tier meanwhile.
     """
 
-    NUM_CELLS = 4
+    MIN_CELLS = 4
+    WHOLE_LAYERS = 3
+    """Where the ring has room for so many layers, each is one group."""
 
     def __init__(
         self,
@@ -103,10 +105,8 @@ class SliceRing:
         if num_slices < 2:
             raise IntegrityError(f"a ring needs at least 2 slices, got {num_slices}")
         num_spare = int(num_slices > 2)
-        self.num_cells = min(self.NUM_CELLS, num_slices - num_spare)
-        self.cell_slices = (num_slices - num_spare) // self.num_cells
-        self._cells = [_Cell(number * self.cell_slices, self.cell_slices) for number in range(self.num_cells)]
-        total = self.num_cells * self.cell_slices + num_spare
+        total, self._num_usable = num_slices, num_slices - num_spare
+        self._cells: list[_Cell] = []
         self._spare = [_Cell(total - 1, 1)] if num_spare else []
         self._shape, self._device = shape, device
         num_bytes = total * shape.slice_bytes
@@ -136,9 +136,14 @@ class SliceRing:
         self._places: frozenset[tuple[Tier, Slot]] = frozenset()
         """What is read from while no step is open."""
         self._sources: Sequence[Source] = ()
-        self._num_cells_now, self._group_slices = self.num_cells, self.cell_slices
+        self._num_cells_now = self._group_slices = 0
         self._groups_per_layer = 0
         self._next_read = self._next_use = 0
+
+    @property
+    def group_slices(self) -> int:
+        """Slices of a group at most, as the last plan was cut; 0 before the first."""
+        return self._group_slices
 
     @property
     def num_overdue(self) -> int:
@@ -162,6 +167,8 @@ class SliceRing:
         self._plan, self._looks_ahead = plan, plan is self._last_plan
         with self._changed:
             taken = {read.cell for read in self._running}
+        if not taken:
+            self._cut(len(plan.streamed))
         for cells in (self._cells, self._spare):
             self._free = deque(cell for cell in cells if cell not in taken)
             if self._free:
@@ -176,6 +183,18 @@ class SliceRing:
         self._groups_per_layer = -(-len(plan.streamed) // self._group_slices)
         self._next_read = self._next_use = 0
         self._advance(0)
+
+    def _cut(self, num_sources: int) -> None:
+        """Make cells for layers of so many slices, none of which is nearly empty. Nothing may be under way."""
+        size = (
+            num_sources if self._num_usable >= self.WHOLE_LAYERS * num_sources else self._num_usable // self.MIN_CELLS
+        )
+        num_groups = -(-num_sources // max(1, size))
+        size = -(-num_sources // num_groups)
+        if self._cells and self._cells[0].num_slices == size:
+            return
+        used = self._device.record()  # behind whatever has used them as other cells
+        self._cells = [_Cell(number * size, size, used) for number in range(self._num_usable // size)]
 
     def groups(self, layer: int) -> Iterator[Group]:
         """The layer's groups in plan order, each waited for. Layers must be asked for in order, each once.

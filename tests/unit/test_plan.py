@@ -151,16 +151,17 @@ def test_a_plan_stays_the_same_object_until_a_block_fills() -> None:
     assert planned.get() is not first
 
 
-def test_a_plan_is_made_anew_when_a_copy_comes_or_goes_and_when_the_share_changes() -> None:
+def test_a_plan_is_made_anew_when_a_block_of_it_lies_elsewhere_and_when_the_share_changes() -> None:
     planned = Planned(3)
     block = planned.table.blocks[1]
     plan = planned.get()
     planned.residency.add_copy(block, Tier.CPU, Slot(5))
-    again = planned.get()
-    assert again is not plan
+    assert planned.get() is plan  # it is read from where it was
+    planned.residency.add_copy(planned.residency.create(SequenceId(2), 0), Tier.GPU, Slot(9))
+    assert planned.get() is plan  # another's
     planned.residency.drop_copy(block, Tier.GPU)
-    third = planned.get()
-    assert third is not again and len(third.streamed) == 1
+    again = planned.get()
+    assert again is not plan and len(again.streamed) == 1
     assert not planned.get(1.0).streamed
 
 

@@ -37,10 +37,10 @@ def stream(tiers: list[Tier], slow: Tier, delay_s: float = 0.02) -> Metrics:
         SHAPE, 20, torch.float32, HostDevice(),
         read_slice=read, prefetch=NoPrefetch(), metrics=metrics, num_threads=2, io_timeout_s=5.0,
     )  # fmt: skip
-    assert ring.cell_slices == 4  # they come together
     ring.begin(
         StepPlan((), tuple(Source(BlockId(number), number, tier, Slot(number)) for number, tier in enumerate(tiers)))
     )
+    assert ring.group_slices == 4  # they come together
     for layer in range(SHAPE.num_layers):
         for _ in ring.groups(layer):
             pass
