@@ -15,7 +15,7 @@ from kvtier.reads import Reads
 from kvtier.residency import BlockRecord, BlockState, ResidencyTable
 from kvtier.running import RunningBlocks
 from kvtier.slots import SlotPool
-from kvtier.types import BlockId, EvictionPolicy, SequenceId, Slot, Tier
+from kvtier.types import BlockId, EvictionPolicy, SequenceId, Slot, SlotLabel, Tier
 
 
 class Copies:
@@ -38,9 +38,13 @@ class Copies:
         """What one salt may keep; None: as much as there is room for."""
         self.forget_slot: Callable[[Slot], None] | None = None
         """Sees to it that no process finds again what lies in an nvme slot; None where nothing is found there."""
+        self.label_slot: Callable[[Slot, SlotLabel], bool] | None = None
+        """Labels an nvme slot as it is; whether it could be. None where slots are labelled when they are written."""
         self.leave_slot: Callable[[Tier, Slot], None] | None = None
         """Sees to it that nothing is read from a slot any more; None where nothing is read between steps."""
         self._labelled: set[BlockId] = set()
+        self.unlabelled: dict[BlockId, None] = {}
+        """Blocks in nvme slots that have no label yet and may get one, oldest first."""
         self.reserved: set[Slot] = set()
         """Slots of the nvme tier that are handed out to nobody, for the sake of what lies in them."""
         self.kept: dict[BlockId, None] = {}
@@ -77,6 +81,7 @@ class Copies:
         slot = self._lose_copy(block, tier)
         if tier is Tier.NVME:
             self._labelled.discard(block)
+            self.unlabelled.pop(block, None)
             self.kept.pop(block, None)
         if not self.hung.keep(tier, slot):
             self.pools[tier].give_back(slot)
@@ -147,6 +152,12 @@ class Copies:
     def note_labelled(self, block: BlockId) -> None:
         """The block's nvme slot has a label, by which it is found."""
         self._labelled.add(block)
+        self.unlabelled.pop(block, None)
+
+    def note_unlabelled(self, block: BlockId) -> None:
+        """The block was written to the nvme tier without a label, and may get one."""
+        if self.residency[block].sealed is not None:
+            self.unlabelled[block] = None
 
     def hold_kept(self, blocks: Iterable[BlockId]) -> None:
         """The nvme copies of these blocks, where they have one that can be found, are worth their slots, though faster
@@ -281,8 +292,10 @@ class Copies:
         self.residency.check_integrity()
         self.prefixes.check_integrity()
         known = {block for block in self.residency.blocks() if self.residency[block].nvme_slot is not None}
-        if not self._labelled <= known or not self.kept.keys() <= known:
-            raise IntegrityError("a block without an nvme copy is listed as found there")
+        if not self._labelled <= known or not self.kept.keys() <= known or not self.unlabelled.keys() <= known:
+            raise IntegrityError("a block without an nvme copy is listed as found there, or to be")
+        if self._labelled & self.unlabelled.keys():
+            raise IntegrityError("a block that has a label is to get one")
         if any(self.residency.get(block) is None for block in self.prefixes.blocks()):
             raise IntegrityError("a dead block is in the prefix index")
         cached = [block for block in self.residency.blocks() if self.is_cached(block)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
+from itertools import islice
 
 from kvtier.errors import CapacityError
 from kvtier.labels import Sealed
@@ -43,11 +44,35 @@ class Keeper:
     def run(self, max_moves: int) -> None:
         """Start some of what is wanted; waits for nothing."""
         placement = self._placement
+        self.label_late(self.MAX_AT_ONCE)
         while self._wanted and len(placement.moves) < max_moves and placement.takes(Tier.NVME, early=True):
             block = self._wanted.popleft()
             record = placement.residency.get(block)
             if record is not None and record.move is None and not self._start(block, record.sealed):
                 return
+
+    def label_late(self, most: int | None = None) -> None:
+        """Label the slots of blocks that were not proven when they were written, and are now: `most` of them at most.
+
+        If the oldest of them is not, the model is hashed beside the steps for their sake, and their time comes later.
+        """
+        placement = self._placement
+        if not placement.unlabelled or placement.label_slot is None or not placement.is_readable(Tier.NVME):
+            return
+        for block in list(islice(placement.unlabelled, most)):
+            record = placement.residency[block]
+            sealed, slot, labels = record.sealed, record.nvme_slot, placement.labels
+            if sealed is None or slot is None or labels is None or sealed.is_refuted or placement.is_labelled(block):
+                del placement.unlabelled[block]
+                continue
+            label = placement.label_of(sealed, waits=False)
+            if label is None:
+                labels.prove_beside(sealed)
+                return
+            if not placement.is_held(Tier.NVME, slot) and placement.label_slot(slot, label):
+                placement.note_labelled(block)
+            else:
+                del placement.unlabelled[block]
 
     def keep(
         self, blocks: Sequence[BlockId], tails: Mapping[BlockId, Sealed | None], *, makes_room: bool = True
@@ -123,6 +148,7 @@ class Keeper:
         placement = self._placement
         if not self.is_on:
             return
+        self.label_late()
         deadline_s = time.monotonic() + timeout_s
         for block in reversed(placement.prefixes.blocks()):
             if block not in placement.prefixes or placement.is_labelled(block):

@@ -88,7 +88,9 @@ class Mover(TierUse):
         if record.move is not None:
             raise IntegrityError(f"block {block} is moving already")
         sealed = record.sealed if as_ is None else as_
-        label = self.label_of(sealed) if dest is Tier.NVME else None
+        # What only has to leave is not worth waiting for a hash of the model: it may be labelled where it lies.
+        waits = purpose is not MovePurpose.DEMOTE or self.label_slot is None
+        label = self.label_of(sealed, waits=waits) if dest is Tier.NVME else None
         move = Move(self._next_move, block, purpose, source, record.copies[source], dest, dest_slot, label)
         self._next_move += 1
         record.move = move
@@ -104,8 +106,11 @@ class Mover(TierUse):
         self.engine.start([move])
         return move
 
-    def label_of(self, sealed: Sealed | None) -> SlotLabel | None:
-        """The label that a block is written under now; None: it cannot be found later. As `Labels.label`."""
+    def label_of(self, sealed: Sealed | None, *, waits: bool = True) -> SlotLabel | None:
+        """The label that a block is written under now; None: it cannot be found later.
+
+        As `Labels.label`; as `Labels.label_if_proven` unless it `waits`.
+        """
         if sealed is None or self.labels is None:
             return None
         if self.quota is not None:
@@ -114,7 +119,7 @@ class Mover(TierUse):
             num_writing = sum(label.namespace == sealed.label.namespace for label in labels)
             if not self.quota.admits_file(self, sealed, num_writing):
                 return None
-        return self.labels.label(sealed)
+        return self.labels.label(sealed) if waits else self.labels.label_if_proven(sealed)
 
     def commit_arrived(self) -> None:
         """Commit every move that has ended, without waiting."""
@@ -249,6 +254,8 @@ class Mover(TierUse):
             self.unreadable.discard(move.block)  # it could be read after all
             if move.label is not None:
                 self.note_labelled(move.block)
+            elif move.dest is Tier.NVME and self.label_slot is not None:
+                self.note_unlabelled(move.block)
             if move.purpose is MovePurpose.DEMOTE and not record.pins[move.source]:
                 self.drop_copy(move.block, move.source)
 

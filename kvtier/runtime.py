@@ -38,7 +38,7 @@ from kvtier.stores.slab import LayerViews, SlabStore
 from kvtier.timed_files import TimedFiles
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
-from kvtier.types import BlockId, IoMode, LayerGroup, Slot, Tier
+from kvtier.types import BlockId, IoMode, LayerGroup, Slot, SlotLabel, Survives, Tier
 
 DIRECT_STREAM_THREADS = 32
 PREFILL_COLUMNS = 32  # a step of so many new columns a row, or of a whole chunk, is prefill in `stats()`
@@ -170,6 +170,9 @@ class Runtime:
         self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, self.files)
         if self.files is not None:
             self.placement.forget_slot = functools.partial(_forget, self.files)
+            if config.tiers.nvme is not None and config.tiers.nvme.survives is Survives.KILL:
+                # Else a step would wait for the medium: there the model is hashed before a block is written.
+                self.placement.label_slot = functools.partial(_label, self.files)
         if config.salt_quota is not None and config.salt_quota.amount < shape.block_bytes:
             raise BudgetError(
                 f"salt_quota is {config.salt_quota}, its minimum is one block of {shape.block_tokens} tokens, "
@@ -356,6 +359,15 @@ def _device_mark(device: torch.device) -> Callable[[], DeviceMark] | None:
         return event
 
     return mark
+
+
+def _label(files: TimedFiles, slot: Slot, label: SlotLabel) -> bool:
+    try:
+        files.put_label(slot, label)
+    except StoreError as error:
+        logger.info("%s", error)
+        return False
+    return True
 
 
 def _forget(files: TimedFiles, slot: Slot) -> None:

@@ -53,6 +53,10 @@ class KeptFiles(Files, Protocol):
         """Nobody finds it again. Raises StoreError."""
         ...
 
+    def put_label(self, slot: Slot, label: SlotLabel) -> None:
+        """It is found from now on. Raises StoreError."""
+        ...
+
 
 class TimedFiles:
     """Does what `files` does, on a thread of its own. What passes the deadline means that the tier hangs.
@@ -107,6 +111,10 @@ class TimedFiles:
     def forget(self, slot: Slot) -> None:
         """As the store's. Raises StoreError, also when it is late."""
         self._change("forgetting a block", lambda: self._files.forget(slot))
+
+    def put_label(self, slot: Slot, label: SlotLabel) -> None:
+        """As the store's. Raises StoreError, also when it is late: it may still be found then."""
+        self._change("labelling a block", lambda: self._files.put_label(slot, label))
 
     def erase(self, slot: Slot) -> None:
         """As the store's. Raises StoreError; TransferTimeoutError: it is late, and the slot must not be used."""

@@ -174,6 +174,10 @@ class FakeFiles:
     def forget(self, slot: Slot) -> None:
         self.labels.pop(slot, None)
 
+    def put_label(self, slot: Slot, label: SlotLabel) -> bool:
+        self.labels[slot] = label
+        return True
+
 
 class HangingEngine(FakeEngine):
     """A FakeEngine whose devices can hang: while one does, no move of its ends; a wait for nothing else times out."""
@@ -341,11 +345,12 @@ def build(
     past: Past = Past.BLOCKS,
     drops: bool = False,
     shares: bool = False,
+    labels_late: bool = False,
 ) -> House:
     """Tiers of that many slots; 0 leaves a tier out. With the default watermarks nothing moves before it must.
 
     `drops`: idle blocks that can be computed again are dropped when there is no room. `shares`: sealed blocks enter the
-    prefix index.
+    prefix index. `labels_late`: slots may get their label when a block has been in them for some time.
     """
     slots = {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: nvme}
     pools = {tier: SlotPool(num_slots) for tier, num_slots in slots.items() if num_slots}
@@ -374,4 +379,5 @@ def build(
     files = engine.files if labels is not None and labels.outlives and nvme else None
     if files is not None:
         placement.forget_slot = files.forget
+        placement.label_slot = files.put_label if labels_late else None
     return House(manager, placement, engine, clock, PrefixCache(placement, block_tokens, files))

@@ -296,6 +296,26 @@ class NvmeStore(Store):
         generation = self._index.generation(slot)
         return None if generation is None else self._headers.read(generation, *self._space.locate(slot))
 
+    def put_label(self, slot: Slot, label: SlotLabel) -> None:
+        """Write a slot's header behind its bytes, which lie there whole and without one: it can be found from now on.
+
+        Cost: a write of the header, and two waits for the medium with `survives: power_loss`. If the slot is written
+        meanwhile (this call hung), its new bytes are not found by the old label: not here, and elsewhere their
+        checksums are not those of the header.
+
+        Raises:
+            StoreError: the slot holds nothing readable, or the header could not be written: it is not found.
+        """
+        segment, start, payload = self._written(slot)
+        if not self.persistent:
+            return
+        try:
+            self._headers.write(slot, label, payload, segment, start - self._geometry.header_bytes, is_there=True)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise io_error(error, f"labelling slot {slot}", self._space.path_of(slot)) from error
+
     def forget(self, slot: Slot) -> None:
         """No process finds the slot again; its bytes stay readable in this one.
 

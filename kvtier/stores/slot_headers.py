@@ -37,8 +37,13 @@ class SlotHeaders:
                 segment.sync()
             self._index.header_gone(slot)
 
-    def write(self, slot: int, label: SlotLabel, payload: Payload, segment: Segment, start: int) -> None:
-        """Behind the block, never before it. Raises OSError; the slot is then not found here, nor after a restart."""
+    def write(
+        self, slot: int, label: SlotLabel, payload: Payload, segment: Segment, start: int, *, is_there: bool = False
+    ) -> None:
+        """Behind the block, never before it. Raises OSError; the slot is then not found here, nor after a restart.
+
+        `is_there`: the block has been readable for some time; it is not found if another one is by then.
+        """
         self._namespaces.touch(label.namespace)
         generation = self._index.next_generation()
         header = self._geometry.header(label, generation, time.time_ns(), payload)
@@ -48,7 +53,7 @@ class SlotHeaders:
         segment.write(start, header)
         if self._syncs:
             segment.sync()
-        self._index.label(slot, label.namespace + label.identity, generation)
+        self._index.label(slot, label.namespace + label.identity, generation, payload if is_there else None)
 
     def read(self, generation: int, segment: Segment, start: int) -> SlotLabel | None:
         """The label of the slot, if its header is that of this generation and verifies."""

@@ -123,9 +123,14 @@ class SlotIndex:
             self._on_disk.discard(slot)
             self._unfound.pop(slot, None)
 
-    def label(self, slot: int, key: bytes, generation: int) -> None:
-        """The slot's header is whole: it can be found, unless a newer one of that key can."""
+    def label(self, slot: int, key: bytes, generation: int, payload: Payload | None = None) -> None:
+        """The slot's header is whole: it can be found, unless a newer one of that key can.
+
+        `payload`: what it is about. Nothing is done where something else lies in the slot now.
+        """
         with self._lock:
+            if payload is not None and self._payloads.get(slot) is not payload:
+                return
             other = self._slots.get(key)
             self._enter(slot, key, generation)
             self._unfound.pop(slot, None)

@@ -46,9 +46,9 @@ class _Reads:
         assert ring is not None
         read_slice = ring._read_slice
 
-        def noted(tier: Any, *arguments: Any) -> None:
+        def noted(tier: Any, *arguments: Any) -> Any:
             self.tiers.append(tier.label)
-            read_slice(tier, *arguments)
+            return read_slice(tier, *arguments)
 
         monkeypatch.setattr(ring, "_read_slice", noted)
 

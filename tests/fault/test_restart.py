@@ -115,6 +115,52 @@ def test_without_a_label_or_in_a_temporary_folder_nothing_is_found(tmp_path: Pat
     assert not (tmp_path / "kv").exists()
 
 
+@pytest.mark.parametrize("survives", Survives)
+def test_a_slot_that_is_labelled_late_is_found_here_and_by_the_next_process(tmp_path: Path, survives: Survives) -> None:
+    store = open_store(tmp_path / "kv", survives=survives)
+    for number in (0, 1, 2):
+        store.write(Slot(number), block(number))
+    store.put_label(Slot(1), label(1))
+    assert store.find(label(1)) == 1 and store.find(label(0)) is None
+    with pytest.raises(StoreError, match="nothing readable"):
+        store.put_label(Slot(5), label(5))
+    store.check_integrity()
+    store.close()
+    store = open_store(tmp_path / "kv", survives=survives)
+    assert store.num_found == 1 and served(store, range(3)) == ({1}, set(), set())
+    store.close()
+
+
+def test_a_late_label_that_hung_until_the_slot_had_another_block_names_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path / "kv")
+    store.write(Slot(1), block(1))
+    own_write, has_hung = Segment.write, []
+
+    def late(segment: Segment, offset_bytes: int, data: np.ndarray) -> None:  # type: ignore[type-arg]
+        if not has_hung:
+            has_hung.append(True)
+            store.write(Slot(1), block(2), label(2))  # the slot was given up meanwhile
+        own_write(segment, offset_bytes, data)
+
+    monkeypatch.setattr(Segment, "write", late)
+    store.put_label(Slot(1), label(1))
+    assert has_hung and store.find(label(1)) is None
+    assert store.find(label(2)) is None  # its header is not there any more
+    assert torch.equal(read(store, 1), block(2))
+    store.check_integrity()
+    store.close()
+    monkeypatch.undo()
+    store = open_store(tmp_path / "kv")
+    for number in (1, 2):
+        slot = store.find(label(number))
+        if slot is not None:
+            with pytest.raises(ChecksumError):
+                read(store, slot)
+    store.close()
+
+
 def test_a_label_too_long_for_the_header_costs_the_label_and_not_the_block(tmp_path: Path) -> None:
     """It must not fail the move: a block with odd positions could then never leave its tier."""
     store = open_store(tmp_path / "kv")

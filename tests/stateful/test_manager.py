@@ -236,7 +236,7 @@ class ManagerMachine(Machine):
         num_spare=st.integers(0, 6),
         drops=st.booleans(),
         past=st.sampled_from(Past),
-        sharing=st.sampled_from(["none", "none", "none", "process", "files", "files"]),
+        sharing=st.sampled_from(["none", "none", "none", "process", "files", "late", "late"]),
     )
     def fill_every_tier(
         self,
@@ -258,10 +258,11 @@ class ManagerMachine(Machine):
         self.good_policies = {tier for tier, name in zip(Tier, policy_names, strict=True) if name in POLICIES}
         shares = sharing != "none"
         past = Past.BLOCKS if shares else past  # where layers need more than blocks, none are shared
-        self.labels = NotingLabels(sharing == "files") if shares else None
+        self.labels = NotingLabels(sharing in ("files", "late")) if shares else None
         self.house = build(
             gpu, cpu, nvme, block_tokens=BLOCK_TOKENS, policies=policies, labels=self.labels, shares=shares,
             high_frac=marks[0], low_frac=marks[1], seed=seed, max_delay=max_delay, drops=drops, past=past,
+            labels_late=sharing == "late",
         )  # fmt: skip
         self.manager, self.placement, self.engine = self.house.manager, self.house.placement, self.house.engine
         self.manager.upkeep.step_slots = seed % 4
