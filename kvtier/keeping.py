@@ -51,7 +51,7 @@ class Keeper:
             if record is not None and record.move is None and not self._start(block, record.sealed):
                 return
 
-    def label_late(self, most: int | None = None) -> None:
+    def label_late(self, most: int) -> None:
         """Label the slots of blocks that were not proven when they were written, and are now: `most` of them at most.
 
         If the oldest of them is not, the model is hashed beside the steps for their sake, and their time comes later.
@@ -65,11 +65,11 @@ class Keeper:
             if sealed is None or slot is None or labels is None or sealed.is_refuted or placement.is_labelled(block):
                 del placement.unlabelled[block]
                 continue
-            label = placement.label_of(sealed, waits=False)
-            if label is None:
+            if labels.label_if_proven(sealed) is None:
                 labels.prove_beside(sealed)
                 return
-            if not placement.is_held(Tier.NVME, slot) and placement.label_slot(slot, label):
+            label = placement.label_of(sealed, waits=False)  # None: its salt has as much as it may
+            if label and not placement.is_held(Tier.NVME, slot) and placement.label_slot(slot, label):
                 placement.note_labelled(block)
             else:
                 del placement.unlabelled[block]
@@ -148,8 +148,11 @@ class Keeper:
         placement = self._placement
         if not self.is_on:
             return
-        self.label_late()
         deadline_s = time.monotonic() + timeout_s
+        num_left = -1
+        while num_left != len(placement.unlabelled) and time.monotonic() < deadline_s:
+            num_left = len(placement.unlabelled)
+            self.label_late(self.MAX_AT_ONCE)
         for block in reversed(placement.prefixes.blocks()):
             if block not in placement.prefixes or placement.is_labelled(block):
                 continue

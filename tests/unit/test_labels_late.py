@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvtier.labels import Labels, Origin, Sealed
+from kvtier.quota import Quota
 from tests.small_tiers import FakeModel, build
 
 
@@ -216,3 +217,20 @@ def test_a_slot_that_cannot_be_labelled_is_not_tried_again() -> None:
     tiers.go_on()
     assert asked and len(asked) == len(set(asked)) and not tiers.files.labels
     assert not tiers.house.placement.unlabelled
+
+
+def test_what_a_salt_may_not_keep_does_not_hold_up_the_others() -> None:
+    tiers = Tiers()
+    for _ in range(4):
+        tiers.prompt()
+    tiers.go_on()
+    waiting = list(tiers.house.placement.unlabelled)
+    quota = Quota(1, tiers.files)
+    tiers.house.placement.quota = quota
+    quota.admits_file = lambda copies, sealed, num: sealed.number % 2 == 0  # type: ignore[method-assign]
+    tiers.prove()
+    assert len(tiers.files.labels) == len(waiting) / 2 and not tiers.house.placement.unlabelled
+    hashed = tiers.model.num_hashed
+    tiers.now_s += 10_000
+    tiers.go_on()
+    assert tiers.model.num_hashed == hashed and not tiers.later.waiting
