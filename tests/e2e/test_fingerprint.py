@@ -23,6 +23,7 @@ from kvtier.errors import UnsupportedModelError
 from kvtier.hf import describe, transformers_model
 from kvtier.hf.fingerprint import fingerprint
 from kvtier.labels import Fingerprint, Labels
+from kvtier.stores.nvme import NvmeStore
 from kvtier.types import SlotLabel, Tier
 from tests.e2e.families import ATTENTION, BLOCK, FAMILIES, GREEDY, assert_same, small_config, tiny, tiny_from, tokens
 
@@ -431,24 +432,36 @@ def test_hashing_copies_at_most_a_piece(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @contextlib.contextmanager
-def watched(model: Any, folder: Path, **values: Any) -> Iterator[tuple[TieredKV, list[SlotLabel | None]]]:
-    """A wrapper with a persistent folder, and the label of each block that its nvme store was given, in order."""
+def watched(
+    model: Any, folder: Path, survives: str = "kill", **values: Any
+) -> Iterator[tuple[TieredKV, list[SlotLabel | None]]]:
+    """A wrapper with a persistent folder, and the label of each block that its nvme store was given, in order.
+
+    With `survives: kill` blocks may be given theirs where they lie already.
+    """
     written: list[SlotLabel | None] = []
-    with TieredKV(model, small_config(transformers_model(model), folder, **values)) as tiered:
+    config = small_config(transformers_model(model), folder, **values)
+    config["tiers"]["nvme"]["survives"] = survives
+    with TieredKV(model, config) as tiered:
         store = tiered._runtime.stores[Tier.NVME]
-        write = store.write
+        assert isinstance(store, NvmeStore)
+        write, put_label = store.write, store.put_label
 
         def noting(slot: Any, block: torch.Tensor, label: SlotLabel | None = None) -> None:
             write(slot, block, label)
             written.append(label)
 
-        store.write = noting  # type: ignore[method-assign]
+        def noting_late(slot: Any, label: SlotLabel) -> None:
+            put_label(slot, label)
+            written.append(label)
+
+        store.write, store.put_label = noting, noting_late  # type: ignore[method-assign]
         yield tiered, written
         tiered.check_integrity()
 
 
 def demote_all(tiered: TieredKV) -> None:
-    """Every block of idle caches goes to disk."""
+    """Every block of idle caches goes to disk, and has its label there if it is to have one."""
     runtime = tiered._runtime
     with runtime.turn:
         runtime.manager.make_last(runtime.manager.new_batch())  # whoever stepped last is idle now
@@ -459,6 +472,10 @@ def demote_all(tiered: TieredKV) -> None:
                 placement.give_up(tier, 1000)
             while placement.moves:
                 placement.wait()
+        if runtime.labels is not None and placement.unlabelled:
+            runtime.labels.prove()
+            while placement.unlabelled:
+                runtime.manager.upkeep.keeper.label_late(8)
 
 
 def by_identity(labels: list[SlotLabel | None]) -> dict[bytes, SlotLabel]:
@@ -561,12 +578,13 @@ def unseen(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.weight.data[1, 1] += 0.5
 
 
+@pytest.mark.parametrize("survives", ["kill", "power_loss"])
 @pytest.mark.parametrize("change", [visibly, unseen])
 def test_weights_changed_between_prefill_and_demotion_never_label_old_kv_as_new(
-    change: Callable[[Any], None], tmp_path: Path
+    change: Callable[[Any], None], survives: str, tmp_path: Path
 ) -> None:
     model = llama()
-    with watched(model, tmp_path, gpu_slots=30, cpu_blocks=0) as (tiered, written), torch.no_grad():
+    with watched(model, tmp_path, survives, gpu_slots=30, cpu_blocks=0) as (tiered, written), torch.no_grad():
         old = tiered.new_cache()
         before = namespace_of(tiered)
         tiered(tokens(100), cache=old)
@@ -583,9 +601,10 @@ def test_weights_changed_between_prefill_and_demotion_never_label_old_kv_as_new(
         assert len(by_identity(written)) == 100 // BLOCK
 
 
-def test_kv_of_a_turn_after_an_unseen_change_is_not_the_old_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("survives", ["kill", "power_loss"])
+def test_kv_of_a_turn_after_an_unseen_change_is_not_the_old_models(survives: str, tmp_path: Path) -> None:
     model = llama()
-    with watched(model, tmp_path, gpu_slots=30, cpu_blocks=0) as (tiered, written), torch.no_grad():
+    with watched(model, tmp_path, survives, gpu_slots=30, cpu_blocks=0) as (tiered, written), torch.no_grad():
         cache = tiered.new_cache()
         tiered(tokens(100), cache=cache)
         demote_all(tiered)
