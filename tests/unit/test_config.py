@@ -89,7 +89,7 @@ def test_defaults() -> None:
     config = load_config(None)
     assert [str(config.tiers.budget(tier)) for tier in Tier] == ["60%", "25%", "10%"]
     assert (config.block_tokens, config.prefill_chunk, config.attention) == (256, 512, AttentionMode.BLOCKWISE)
-    assert (config.io_threads, config.io_timeout_s, config.prefetch.depth) == (4, 60.0, 2)
+    assert (config.io_threads, config.io_timeout_s, config.prefetch.depth) == (4, 60.0, 3)
     assert config.tiers.gpu.high == 0.95 and config.tiers.gpu.low == 0.85
     assert [config.eviction.policy(tier) for tier in Tier] == ["lru"] * 3
 
