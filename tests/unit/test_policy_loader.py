@@ -37,7 +37,7 @@ def test_each_shipped_eviction_policy_is_found_by_entry_point(name: str) -> None
     assert load_eviction(name, "eviction.gpu") is not load_eviction(name, "eviction.gpu")
 
 
-@pytest.mark.parametrize(("name", "ahead"), [("next_layers", [4, 5]), ("no_prefetch", [])])
+@pytest.mark.parametrize(("name", "ahead"), [("next_layers", [4, 5, 6]), ("no_prefetch", [])])
 def test_each_shipped_prefetch_policy_is_found_by_entry_point(name: str, ahead: list[int]) -> None:
     assert list(load_prefetch(name, None, "prefetch.policy").layers_ahead(3, 8)) == ahead
 
