@@ -145,7 +145,7 @@ def tiered(given: Given, name: str, placement: str, **values: Any) -> Side:
         cache = wrapper.new_cache()
         fill(wrapper, cache, torch.zeros((1, given.context), dtype=torch.long), given.generator())
         spread(wrapper, cache, wanted.num_blocks)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too: no folder stays locked
         wrapper.close()
         raise
     shape = describe(given.model, wanted.block_tokens).shape

@@ -45,6 +45,8 @@ class Copies:
         self._labelled: set[BlockId] = set()
         self.unlabelled: dict[BlockId, None] = {}
         """Blocks in nvme slots that have no label yet and may get one, oldest first."""
+        self.bare: dict[Slot, SlotLabel] = {}
+        """By nvme slot, whose bytes may still lie there without a header, owned by a block or not: for erasing."""
         self.reserved: set[Slot] = set()
         """Slots of the nvme tier that are handed out to nobody, for the sake of what lies in them."""
         self.kept: dict[BlockId, None] = {}
@@ -153,6 +155,14 @@ class Copies:
         """The block's nvme slot has a label, by which it is found."""
         self._labelled.add(block)
         self.unlabelled.pop(block, None)
+        slot = self.residency[block].nvme_slot
+        if slot is not None:
+            self.bare.pop(slot, None)
+
+    def bare_slots(self, labels: Iterable[SlotLabel]) -> list[Slot]:
+        """Slots in which one of these blocks may lie without a header. O(slots written without one)."""
+        wanted = {(label.namespace, label.identity) for label in labels}
+        return [slot for slot, label in self.bare.items() if (label.namespace, label.identity) in wanted]
 
     def note_unlabelled(self, block: BlockId) -> None:
         """The block was written to the nvme tier without a label, and may get one."""
@@ -248,6 +258,7 @@ class Copies:
         except BaseException:  # a Ctrl-C too: the slot has an owner
             self.pools[Tier.NVME].give_back(slot)
             raise
+        self.bare.pop(slot, None)
         self.pools[Tier.NVME].give_back(slot)
         return True
 

@@ -6,7 +6,7 @@ Source: FlexGen (Sheng et al., ICML 2023, section 4.2, "compute delegation"); NE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -28,11 +28,16 @@ class HostShare:
     """The share goes in steps of so much, and stays until it is off by three quarters of one: with every change a plan
     is made anew."""
 
-    def __init__(self, mode: HostAttention, *, is_on_host: bool) -> None:
-        """`is_on_host`: the model itself runs on the CPU, and reads the cpu tier's memory as fast as its own."""
-        self._mode, self._is_on_host = mode, is_on_host
-        self.host, self.link = Meter(), Meter()
-        """Slices a second that the CPU attends to, and that cross the link."""
+    def __init__(
+        self, mode: HostAttention, *, is_on_host: bool, link_per_s: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """Args:
+        is_on_host: the model itself runs on the CPU, and reads the cpu tier's memory as fast as its own.
+        link_per_s: slices a second that cross the link, as measured; None: it was not.
+        """
+        self._mode, self._is_on_host, self._link_per_s = mode, is_on_host, link_per_s
+        self.host = Meter()
+        """Slices a second that the CPU attends to."""
         self._last = self.FIRST_FRAC
 
     def frac(self) -> float:
@@ -41,7 +46,7 @@ class HostShare:
             return 0.0
         if self._mode is HostAttention.ALWAYS or self._is_on_host:
             return 1.0
-        host, link = self.host.per_s, self.link.per_s
+        host, link = self.host.per_s, self._link_per_s()
         if host is not None and link is not None:
             wanted = host / (host + link)
             if abs(wanted - self._last) >= 0.75 * self.STEP_FRAC:

@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -246,10 +246,11 @@ class Labels:
         if self.outlives and any(origin.num_proven < self._num_sealed for origin in current):
             self._verify(current[-1])
 
-    def close(self) -> None:
-        """Wait for a proof that is under way; its thread ends. Idempotent."""
-        self._settle(wait=True)
-        self._workers.close(wait=True)
+    def close(self, timeout_s: float) -> None:
+        """Wait so long for a proof that is under way; one that takes longer is nobody's. Idempotent."""
+        has_ended = self._proof is None or not wait([self._proof.result], timeout_s).not_done
+        self._settle(wait=has_ended)
+        self._workers.close(wait=has_ended)
 
     def _may_hash(self, time_frac: float) -> bool:
         return self._spent_s <= self.BURST_S + time_frac * (self._clock_s() - self._started_s)

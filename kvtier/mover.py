@@ -233,6 +233,10 @@ class Mover(TierUse):
                 self.breakers[move.dest].succeeded()
             if move.dest in self.regrowth:
                 self.regrowth[move.dest].written(move.dest_slot)
+            if move.dest is Tier.NVME:
+                self.bare.pop(move.dest_slot, None)
+                if move.label is None and record.sealed is not None:
+                    self.bare[move.dest_slot] = record.sealed.label
             if move.source is Tier.NVME:
                 self.metrics.nvme_sole_reads += record.fastest is Tier.NVME
                 if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves

@@ -116,24 +116,24 @@ class GuardedPolicy(EvictionPolicy):
     def inserted(self, block: BlockId, sequence: SequenceId, index: int) -> None:
         try:
             self._policy.inserted(block, sequence, index)
-        except Exception:
+        except Exception:  # a user's own code
             self._log("inserted")
 
     def touched(self, blocks: Iterable[BlockId]) -> None:
         try:
             self._policy.touched(iter(blocks))  # not the block table's own list
-        except Exception:
+        except Exception:  # a user's own code
             self._log("touched")
 
     def removed(self, block: BlockId) -> None:
         try:
             self._policy.removed(block)
-        except Exception:
+        except Exception:  # a user's own code
             self._log("removed")
 
     def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
         try:
             return list(dict.fromkeys(self._policy.victims(num_blocks, evictable)))[:num_blocks]
-        except Exception:
+        except Exception:  # a user's own code
             self._log("victims")
             return []

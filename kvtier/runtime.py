@@ -204,7 +204,7 @@ class Runtime:
         budget = self.gpu_budget
         limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
         slabs = {t: LayerViews.of(s, dtype) for t, s in self.stores.items() if isinstance(s, SlabStore)}
-        share = HostShare(config.host_attention, is_on_host=not device.is_async)
+        share = HostShare(config.host_attention, is_on_host=not device.is_async, link_per_s=self._link_slices_s)
         self.executor = StepExecutor(group, self.manager, slabs, ring, self.metrics, self.mode, limits, share)
         for tier, store in self.stores.items():
             logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)
@@ -267,6 +267,11 @@ class Runtime:
             assert self._engine is not None  # it is open
             self._engine.interpose(tier, wrap)
 
+    def _link_slices_s(self) -> float | None:
+        """Slices a second that come up from the cpu tier, at the best rate seen; None: none has."""
+        use = self.edges[Tier.CPU, Tier.GPU].use()
+        return None if use is None or use.peak_bytes_s is None else use.peak_bytes_s / self.group.shape.slice_bytes
+
     def load_s(self) -> float | None:
         """Seconds for a block to be loaded from files, as measured; None: it was not."""
         assert self._engine is not None  # it is open
@@ -327,7 +332,7 @@ class Runtime:
 
     def _close_all(self, timeout_s: float) -> None:
         if self.labels is not None:
-            self.labels.close()
+            self.labels.close(timeout_s)
         have_ended = self.executor.close(timeout_s)
         have_ended = (self.files is None or self.files.close(timeout_s if have_ended else 0.0)) and have_ended
         if not have_ended:

@@ -292,7 +292,8 @@ class SessionKeeper:
         others = {label.identity for each in self.records() if each.key() != key for label in each.labels()}
         gone = self._let_go(self._left_by(sequences), others, is_chain=False)
         gone += self._let_go(labels, others) + self._let_go(of_record, others)
-        self._erase([] if self._store is None else self._store.copies(gone))
+        bare = self._runtime.placement.bare_slots(gone)
+        self._erase([] if self._store is None else [*self._store.copies(gone), *bare])
         if record is not None and self._store is not None:
             self._files.delete(key)
             del self._records[key]

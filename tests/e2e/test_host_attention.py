@@ -79,6 +79,7 @@ def test_beside_a_device_every_share_gives_the_same_logits(
         reads = _Reads(tiered, monkeypatch)
         turn_by_turn(tiered, plain_turns(model))
         assert memory.share.host.per_s is not None
+        assert (tiered._runtime._link_slices_s() is not None) == (frac < 1.0)  # what `auto` solves the share from
         assert ("cpu" in reads.tiers) == (frac < 1.0)
 
 

@@ -12,12 +12,25 @@ from kvtier.types import HostAttention
 CPU = torch.device("cpu")
 
 
+class Link:
+    """Slices a second that cross it."""
+
+    per_s: float | None = None
+
+    def __call__(self) -> float | None:
+        return self.per_s
+
+
+def auto() -> tuple[HostShare, Link]:
+    link = Link()
+    return HostShare(HostAttention.AUTO, is_on_host=False, link_per_s=link), link
+
+
 @pytest.mark.parametrize(("mode", "frac"), [(HostAttention.NEVER, 0.0), (HostAttention.ALWAYS, 1.0)])
 @pytest.mark.parametrize("is_on_host", [False, True])
 def test_never_and_always_ask_nobody(mode: HostAttention, frac: float, is_on_host: bool) -> None:
-    share = HostShare(mode, is_on_host=is_on_host)
+    share = HostShare(mode, is_on_host=is_on_host, link_per_s=lambda: 1000.0)
     share.host.add(10.0, 1.0)
-    share.link.add(1000.0, 1.0)
     assert share.frac() == frac
 
 
@@ -26,31 +39,31 @@ def test_a_model_on_the_cpu_reads_the_cpu_tier_where_it_lies() -> None:
 
 
 def test_auto_makes_both_end_at_the_same_time() -> None:
-    share = HostShare(HostAttention.AUTO, is_on_host=False)
+    share, link = auto()
     assert share.frac() == 0.5  # both are tried first
     share.host.add(300.0, 1.0)
     assert share.frac() == 0.5
-    share.link.add(100.0, 1.0)
+    link.per_s = 100.0
     assert share.frac() == 0.75
     num_blocks = 100
     assert share.frac() * num_blocks / 300 == pytest.approx((1 - share.frac()) * num_blocks / 100)
 
 
 def test_auto_changes_its_mind_in_steps_so_that_plans_last() -> None:
-    share = HostShare(HostAttention.AUTO, is_on_host=False)
+    share, link = auto()
     share.host.add(100.0, 1.0)
-    share.link.add(104.0, 1.0)
+    link.per_s = 104.0
     assert share.frac() == 0.5
-    share.link.add(3000.0, 1.0)
+    link.per_s = 1552.0
     assert share.frac() == 1 / 16
-    share.link.add(1e9, 1.0)
+    link.per_s = 1e9
     assert share.frac() == 0.0
 
 
-def test_a_link_that_is_never_used_again_is_not_forgotten() -> None:
-    share = HostShare(HostAttention.AUTO, is_on_host=False)
+def test_a_link_that_is_far_slower_is_not_used() -> None:
+    share, link = auto()
     share.host.add(1e9, 1.0)
-    share.link.add(1.0, 1.0)
+    link.per_s = 1.0
     assert share.frac() == 1.0
 
 

@@ -140,9 +140,9 @@ def test_a_real_thread_hashes_and_ends_with_close() -> None:
     sealed = labels.seal(origin, None, b"first", is_first=True)
     assert sealed is not None
     labels.prove_beside(sealed)
-    labels.close()
+    labels.close(10)
     assert origin.num_proven == 1 and model.num_hashed == 2 and labels.label_if_proven(sealed) is not None
-    labels.close()
+    labels.close(10)
 
 
 # -- slots that get their label late ----------------------------------------------------------------------------------
