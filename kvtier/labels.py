@@ -147,7 +147,8 @@ class Labels:
         """All that a batch or a sealed block still has."""
         self._num_sealed = 0
         self._started_s = clock_s()
-        self._spent_s = 0.0
+        self._spent_s = self._spent_beside_s = 0.0
+        """In proofs that were waited for, and in those beside the steps."""
         self._workers = Workers(1, "kvtier-hash")
         self._beside = self._workers.submit if beside is None else beside
         self._proof: _Proof | None = None
@@ -222,7 +223,7 @@ class Labels:
             return None
         origin = sealed.origin
         self._settle(wait=self._proof is not None and origin.num_proven <= sealed.number < self._proof.num_sealed)
-        if sealed.number >= origin.num_proven and not origin.is_stale and self._may_hash(self.MAX_TIME_FRAC):
+        if sealed.number >= origin.num_proven and not origin.is_stale and self._may_hash_now():
             self._verify(origin)
         return sealed.label if sealed.number < origin.num_proven else None
 
@@ -236,8 +237,8 @@ class Labels:
     def prove_beside(self, sealed: Sealed) -> None:
         """Hash the model on a thread, for this block's sake and that of all sealed so far, if there is time for it."""
         self._settle(wait=False)
-        if self._proof is None and not sealed.origin.is_stale and self._may_hash(self.BESIDE_TIME_FRAC):
-            self._proof = self._begin(sealed.origin, self._beside)
+        if self._proof is None and not sealed.origin.is_stale and self._may_hash_beside():
+            self._proof = self._begin(sealed.origin, self._beside, is_beside=True)
 
     def prove(self) -> None:
         """Hash the model now, whatever that costs, so that what was sealed with it so far can be labelled."""
@@ -252,15 +253,19 @@ class Labels:
         self._settle(wait=has_ended)
         self._workers.close(wait=has_ended)
 
-    def _may_hash(self, time_frac: float) -> bool:
-        return self._spent_s <= self.BURST_S + time_frac * (self._clock_s() - self._started_s)
+    def _may_hash_now(self) -> bool:
+        return self._spent_s <= self.BURST_S + self.MAX_TIME_FRAC * (self._clock_s() - self._started_s)
+
+    def _may_hash_beside(self) -> bool:
+        """No burst: the first proof comes as soon as there is something to prove, the next when the last is paid."""
+        return self._spent_beside_s <= self.BESIDE_TIME_FRAC * (self._clock_s() - self._started_s)
 
     def _verify(self, origin: Origin) -> None:
         self._settle(wait=True)
         self._proof = self._begin(origin, at_once)
         self._settle(wait=True)
 
-    def _begin(self, origin: Origin, run: _Run) -> _Proof:
+    def _begin(self, origin: Origin, run: _Run, *, is_beside: bool = False) -> _Proof:
         """Hash the model. What it is made of is read now; its tensors are by whoever runs the rest.
 
         A tensor that is written meanwhile, after it was read, had not been written before: the proof is of now.
@@ -272,7 +277,7 @@ class Labels:
             finish = functools.partial(_raise, error)
         begun_s = self._clock_s() - started_s
         fresh = tuple(each for each in {*self._alive, origin} if not each.is_stale)
-        return _Proof(self._num_sealed, fresh, run(self._finish, finish, begun_s))
+        return _Proof(self._num_sealed, fresh, run(self._finish, finish, begun_s), is_beside)
 
     def _finish(self, finish: Callable[[], Fingerprint | None], begun_s: float) -> tuple[Fingerprint | None, float]:
         started_s = self._clock_s()
@@ -285,7 +290,10 @@ class Labels:
             return
         now, took_s = proof.result.result()
         self._proof = None
-        self._spent_s += took_s
+        if proof.is_beside:
+            self._spent_beside_s += took_s
+        else:
+            self._spent_s += took_s
         for each in proof.fresh:
             if now is not None and each.fingerprint.weights == now.weights:
                 each.num_proven = max(each.num_proven, proof.num_sealed)
@@ -315,6 +323,7 @@ class _Proof:
     """Those it is about."""
     result: Future[tuple[Fingerprint | None, float]]
     """The model's hash, and the seconds that it took."""
+    is_beside: bool
 
 
 def at_once(function: Callable[..., Any], *arguments: Any) -> Future[Any]:

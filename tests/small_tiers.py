@@ -132,9 +132,12 @@ class FakeModel:
         self.weights, self.adapter, self.plain = 1, 0, True
         self.num_hashed = 0
         self.error: Exception | None = None
+        self.hashing: Callable[[], None] = lambda: None
+        """What happens while it is hashed."""
 
     def fingerprint(self) -> Fingerprint | None:
         self.num_hashed += 1
+        self.hashing()
         if self.error is not None:
             raise self.error
         weights = digest("weights", [("", b"%d" % self.weights)])

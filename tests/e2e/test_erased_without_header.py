@@ -26,7 +26,8 @@ def slots_without_header(tiered: TieredKV) -> dict[Slot, bytes]:
 
 
 def test_delete_erases_blocks_that_were_never_labelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Labels, "_may_hash", lambda *_: False)
+    monkeypatch.setattr(Labels, "_may_hash_now", lambda *_: False)
+    monkeypatch.setattr(Labels, "_may_hash_beside", lambda *_: False)
     model = tiny()
     with TieredKV(model, small_config(model, tmp_path, nvme="12MiB", prefix_cache=True)) as tiered:
         other = tiered.session("bob")

@@ -144,7 +144,8 @@ def test_what_could_not_be_proven_at_the_end_of_a_turn_is_kept_by_close_its_tail
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found by this test: of a model that takes long to hash `close` kept full blocks alone, and turns complained."""
-    monkeypatch.setattr(Labels, "_may_hash", lambda *_: False)
+    monkeypatch.setattr(Labels, "_may_hash_now", lambda *_: False)
+    monkeypatch.setattr(Labels, "_may_hash_beside", lambda *_: False)
     ids, short = torch.zeros((1, 0), dtype=torch.long), tokens(3)
     for number in range(2):
         with caplog.at_level(logging.WARNING), TieredKV(model, keeping(model, tmp_path)) as tiered:

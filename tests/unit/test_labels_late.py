@@ -122,14 +122,30 @@ def test_an_origin_that_came_while_a_proof_was_under_way_is_not_proven_by_it() -
 
 
 def test_no_proof_is_begun_beside_the_steps_when_its_time_is_spent() -> None:
+    """The first is made at once, the next when that is paid for: in a short run a burst would be all there is."""
     house = House()
+    house.model.hashing = lambda: setattr(house, "now_s", house.now_s + 0.1)
     house.seal(8)
-    house.labels._spent_s = 2 * Labels.BURST_S
     house.labels.prove_beside(house.sealed[0])
+    house.later.run()
+    assert house.is_proven(7) and house.now_s == 0.1
+    house.seal(1)
+    house.now_s = 0.99 * 0.1 / Labels.BESIDE_TIME_FRAC
+    house.labels.prove_beside(house.sealed[8])
     assert not house.later.waiting
-    house.now_s += Labels.BURST_S / Labels.BESIDE_TIME_FRAC
-    house.labels.prove_beside(house.sealed[0])
+    house.now_s = 1.01 * 0.1 / Labels.BESIDE_TIME_FRAC
+    house.labels.prove_beside(house.sealed[8])
     assert len(house.later.waiting) == 1
+
+
+def test_what_was_spent_beside_the_steps_takes_nothing_from_those_who_wait() -> None:
+    house = House()
+    house.model.hashing = lambda: setattr(house, "now_s", house.now_s + 2 * Labels.BURST_S)
+    house.seal(8)
+    house.labels.prove_beside(house.sealed[0])
+    house.later.run()
+    house.seal(1)
+    assert house.labels.label(house.sealed[8]) is not None
 
 
 def test_a_real_thread_hashes_and_ends_with_close() -> None:
