@@ -125,8 +125,8 @@ class KVTierConfig(Strict):
     `CapacityError`."""
     io_threads: int = Field(default=4, ge=1, le=64, title="a number of threads from 1 to 64")
     """Threads that move whole blocks to and from nvme, and as many more that stream slices from there (with direct I/O
-    up to 32, as far as the ring has room); as many again for copies within memory. Raise it for disks that are fast
-    only with many requests at a time."""
+    and a kernel without asynchronous I/O up to 32, as far as the ring has room); as many again for copies within
+    memory. Raise it for disks that are fast only with many requests at a time."""
     io_timeout_s: float = Field(
         default=60.0, gt=0, le=86400, allow_inf_nan=False, title="seconds, more than 0 and at most 86400"
     )

@@ -142,8 +142,8 @@ class NvmeTierConfig(Strict):
     """How files are read and written. `mmap` is through the page cache, `direct` past it (O_DIRECT) and refused where
     the file system does not take it. `auto` reads a scratch file of 32 MiB both ways when the model is wrapped, for
     less than a second, and takes the faster; with less than 1 GiB of room, on tmpfs and where `direct` would be refused
-    it takes `mmap`. `stats()` says what it took and why. `direct` streams with up to 32 threads, as far as the ring has
-    room."""
+    it takes `mmap`. `stats()` says what it took and why. `direct` reads up to 4 MiB of slices at once on a thread, by
+    the kernel's asynchronous I/O, or where there is none of it slice by slice on up to 32 threads."""
     page_cache: Annotated[Budget, AfterValidator(_at_least(MIN_PAGE_CACHE_BYTES))] = Field(
         default=Size(256 << 20), title="a size of at least 4MiB, or 1% of the memory that the process may use"
     )

@@ -23,8 +23,8 @@ from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
 from kvtier.workers import Workers
 
-ReadSlice = Callable[[Tier, Slot, int, torch.Tensor, Event], Event]
-"""As `TransferEngine.read_slice`."""
+ReadSlices = Callable[[Tier, Sequence[Slot], int, torch.Tensor, Event], tuple[Event, Sequence[StoreError | None]]]
+"""As `TransferEngine.read_slices`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,25 @@ class _Cell:
     """Behind the kernels that used it last."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Sources of a group that lie on one tier, and go to neighbouring buffers of its cell."""
+
+    tier: Tier
+    first: int
+    """Which of the cell's buffers is the first one's."""
+    sources: Sequence[Source]
+    slots: Sequence[Slot]
+
+
 @dataclass(eq=False, slots=True)
 class _Read:
-    """Slices of one layer and one tier, read one after the other by one thread."""
+    """One layer's slices of a piece, read by one thread."""
 
     generation: int
-    tier: Tier
     layer: int
     cell: _Cell
-    entries: list[tuple[int, Source]]
-    """Where in the ring each goes."""
+    piece: _Piece
     used: Event
     """Behind the kernels that used the cell last."""
     arrived: Event = DONE
@@ -91,15 +100,18 @@ class SliceRing:
         dtype: torch.dtype,
         device: Device,
         *,
-        read_slice: ReadSlice,
+        read_slices: ReadSlices,
         prefetch: PrefetchPolicy,
         metrics: Metrics,
         num_threads: int,
         io_timeout_s: float,
         breaker: Breaker | None = None,
+        num_together: int = 1,
     ) -> None:
         """Args:
         num_threads: for the nvme tier, and as many for memory.
+        num_together: slices of the nvme tier that one read had better bring, if there are so many: a store that reads
+            several at once leaves more of the processor to the model.
         breaker: the nvme tier's: it is told of reads that hang.
         """
         if num_slices < 2:
@@ -117,8 +129,9 @@ class SliceRing:
         heads, tokens = shape.kv_heads, shape.block_tokens
         self._keys = self._bytes[:, : shape.key_bytes].view(dtype).view(total, heads, tokens, shape.key_dim)
         self._values = self._bytes[:, shape.key_bytes :].view(dtype).view(total, heads, tokens, shape.value_dim)
-        self._read_slice, self._prefetch, self._metrics = read_slice, prefetch, metrics
+        self._read_slices, self._prefetch, self._metrics = read_slices, prefetch, metrics
         self._num_threads, self._io_timeout_s, self._breaker = num_threads, io_timeout_s, breaker
+        self._num_together = num_together
         # Threads that hang on nvme must not be what reads of the cpu tier wait for.
         self._files = Workers(num_threads, "kvtier-stream-nvme")
         self._memory = Workers(num_threads, "kvtier-stream")
@@ -136,6 +149,8 @@ class SliceRing:
         self._places: frozenset[tuple[Tier, Slot]] = frozenset()
         """What is read from while no step is open."""
         self._sources: Sequence[Source] = ()
+        self._pieces: list[list[_Piece]] = []
+        """Of each group of a layer."""
         self._num_cells_now = self._group_slices = 0
         self._groups_per_layer = 0
         self._next_read = self._next_use = 0
@@ -181,6 +196,7 @@ class SliceRing:
         self._num_cells_now, self._group_slices = len(self._free), self._free[0].num_slices
         self._sources = plan.streamed
         self._groups_per_layer = -(-len(plan.streamed) // self._group_slices)
+        self._pieces = [self._cut_group(self._members(number)) for number in range(self._groups_per_layer)]
         self._next_read = self._next_use = 0
         self._advance(0)
 
@@ -285,13 +301,25 @@ class SliceRing:
         used, cell.used = cell.used, DONE
         self._cell_of[number] = cell
         reads = self._reads[number] = {}
-        entries = list(enumerate(self._members(number), cell.first))
+        for piece in self._pieces[number % self._groups_per_layer]:
+            workers = self._files if piece.tier is Tier.NVME else self._memory
+            read = _Read(self._generation, layer, cell, piece, used)
+            reads[workers.submit(self._guarded_read, read)] = read
+
+    def _cut_group(self, members: Sequence[Source]) -> list[_Piece]:
+        """Pieces of a group, each of one tier and for one thread."""
+        most = {}
         for tier in Tier:
-            own = [entry for entry in entries if entry[1].tier is tier]
-            workers, share = self._files if tier is Tier.NVME else self._memory, -(-len(own) // self._num_threads)
-            for at in range(0, len(own), max(1, share)):
-                read = _Read(self._generation, tier, layer, cell, own[at : at + share], used)
-                reads[workers.submit(self._guarded_read, read)] = read
+            num_own = sum(source.tier is tier for source in members)
+            most[tier] = max(-(-num_own // self._num_threads), self._num_together if tier is Tier.NVME else 1)
+        pieces, start = list[_Piece](), 0
+        for end in range(1, len(members) + 1):
+            tier = members[start].tier
+            if end == len(members) or members[end].tier is not tier or end - start == most[tier]:
+                sources = members[start:end]
+                pieces.append(_Piece(tier, start, sources, [source.slot for source in sources]))
+                start = end
+        return pieces
 
     def _guarded_read(self, read: _Read) -> None:
         # Counted by the reader itself, not by whoever holds its future: an exception may come between submitting a read
@@ -311,20 +339,14 @@ class SliceRing:
                 self._changed.notify_all()
 
     def _read(self, read: _Read) -> None:
-        lost: list[tuple[Source, StoreError]] = []
-        for entry, source in read.entries:
-            if read.generation != self._generation:
-                return  # nobody waits for the rest of it
-            try:
-                out = self._bytes[entry]
-                # The last one's is behind them all: copies are done in the order in which they were queued.
-                read.arrived = self._read_slice(source.tier, source.slot, read.layer, out, read.used)
-            except StoreError as error:
-                lost.append((source, error))
+        piece, first = read.piece, read.cell.first + read.piece.first
+        out = self._bytes[first : first + len(piece.sources)]
+        read.arrived, failures = self._read_slices(piece.tier, piece.slots, read.layer, out, read.used)
+        lost = [(source, error) for source, error in zip(piece.sources, failures, strict=True) if error is not None]
         if lost:
             source, cause = lost[0]
             raise BlockLostError(
-                f"block {source.index} (layer {read.layer}) cannot be read from {source.tier.label}: {cause}",
+                f"block {source.index} (layer {read.layer}) cannot be read from {piece.tier.label}: {cause}",
                 tuple(each.block for each, _ in lost),
             ) from cause
 
@@ -332,11 +354,11 @@ class SliceRing:
         started_s = time.monotonic()
         reads = self._reads[number]
         late = wait(reads, timeout=self._io_timeout_s).not_done
-        if late and all(reads[future].tier is not Tier.NVME for future in late):
+        if late and all(reads[future].piece.tier is not Tier.NVME for future in late):
             # Memory does not hang: the machine is busy, or the process was stopped meanwhile.
             late = wait(reads, timeout=self._io_timeout_s).not_done
-        last = max(reads.values(), key=lambda read: (read.ended_s, read.tier))
-        self._metrics.stalls[Stall.of_stream(last.tier)] += time.monotonic() - started_s
+        last = max(reads.values(), key=lambda read: (read.ended_s, read.piece.tier))
+        self._metrics.stalls[Stall.of_stream(last.piece.tier)] += time.monotonic() - started_s
         if late:
             self._pass_deadline([reads[future] for future in late])
         del self._reads[number]
@@ -360,20 +382,20 @@ class SliceRing:
     def _pass_deadline(self, late: Sequence[_Read]) -> None:
         """Raise what late reads are: losses, with all that hangs beside them, where the nvme tier is what is late."""
         took = f"reading slices took longer than io_timeout_s ({self._io_timeout_s:g} s)"
-        late = [read for read in late if read.tier is Tier.NVME]
+        late = [read for read in late if read.piece.tier is Tier.NVME]
         if not late:
             raise TransferTimeoutError(took)
         hung = self._give_up_reads()
-        source = late[0].entries[0][1]
+        source = late[0].piece.sources[0]
         raise BlockLostError(
             f"block {source.index} (layer {late[0].layer}) cannot be read from nvme: {took}",
-            tuple(dict.fromkeys(source.block for read in (*late, *hung) for _, source in read.entries)),
+            tuple(dict.fromkeys(source.block for read in (*late, *hung) for source in read.piece.sources)),
         )
 
     def _give_up_reads(self) -> list[_Read]:
         """Leave reads of the nvme tier that run to themselves, each with its cell. Returns them."""
         with self._changed:
-            hung = [read for read in self._running if read.tier is Tier.NVME]
+            hung = [read for read in self._running if read.piece.tier is Tier.NVME]
             for read in hung:
                 read.is_overdue = True
                 if self._breaker is not None:

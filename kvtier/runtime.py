@@ -41,6 +41,7 @@ from kvtier.turn import Turn
 from kvtier.types import BlockId, IoMode, LayerGroup, Slot, SlotLabel, Survives, Tier
 
 DIRECT_STREAM_THREADS = 32
+TOGETHER_BYTES = 4 << 20  # of slices that one thread reads together: enough for a disk; others verify meanwhile
 PREFILL_COLUMNS = 32  # a step of so many new columns a row, or of a whole chunk, is prefill in `stats()`
 _LEAVE_WAIT_S = 1.0  # for a step, for reads, and for transfers, one after the other
 
@@ -189,10 +190,10 @@ class Runtime:
                 self.gpu_budget.ring_slices,
                 dtype,
                 device,
-                read_slice=engine.read_slice,
+                read_slices=engine.read_slices,
                 prefetch=prefetch,
                 metrics=self.metrics,
-                num_threads=self._stream_threads(),
+                **self._streaming(),
                 io_timeout_s=config.io_timeout_s,
                 breaker=self.placement.breakers.get(Tier.NVME),
             )
@@ -211,12 +212,15 @@ class Runtime:
             if isinstance(store, NvmeStore):
                 logger.info("nvme tier: io %s: %s", store.io.mode.value, store.io.reason)
 
-    def _stream_threads(self) -> int:
-        """Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing."""
+    def _streaming(self) -> dict[str, int]:
+        """How reads that are streamed are spread over threads: `num_threads` and `num_together` of the ring."""
         store, num_threads = self.stores.get(Tier.NVME), self.config.io_threads
-        if isinstance(store, NvmeStore) and store.io.mode is IoMode.DIRECT:
-            return max(num_threads, min(DIRECT_STREAM_THREADS, self.gpu_budget.ring_slices))
-        return num_threads
+        if not isinstance(store, NvmeStore) or store.io.mode is not IoMode.DIRECT:
+            return {"num_threads": num_threads}
+        if store.reads_together:
+            return {"num_threads": num_threads, "num_together": max(1, TOGETHER_BYTES // store.shape.slice_bytes)}
+        # Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing.
+        return {"num_threads": max(num_threads, min(DIRECT_STREAM_THREADS, self.gpu_budget.ring_slices))}
 
     def _watermarks(self) -> dict[Tier, Watermark]:
         tiers = self.config.tiers

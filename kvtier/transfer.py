@@ -15,7 +15,7 @@ import torch
 
 from kvtier.device import DONE, Device, Event
 from kvtier.edge_meter import EdgeMeters
-from kvtier.errors import ClosedError, NoSpaceError
+from kvtier.errors import ClosedError, NoSpaceError, StoreError
 from kvtier.load_or_recompute import Meter
 from kvtier.stores.base import Store
 from kvtier.stores.slab import SlabStore
@@ -200,24 +200,24 @@ class TransferEngine:
             buffer.until = device.copy_up([(block, buffer.host)], ready)
             buffer.until.synchronize()
 
-    def read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
-        """Stream one slice to the compute device, on the calling thread, into `out` as soon as `after` is done.
+    def read_slices(
+        self, tier: Tier, slots: Sequence[Slot], layer: int, out: torch.Tensor, after: Event
+    ) -> tuple[Event, list[StoreError | None]]:
+        """Stream one slice of each slot to the compute device, on the calling thread, as soon as `after` is done.
 
         Args:
-            out: `[slice_bytes]` uint8 on the compute device.
+            out: `[len(slots), slice_bytes]` uint8 on the compute device, a row for each.
 
         Returns:
-            The event behind which it is there, on a device with queues. Until then the slot must keep it.
-
-        Raises:
-            StoreError: as the store's `read_slice`; `out` holds garbage.
+            The event behind which they are there, on a device with queues. Until then the slots must keep them.
+            What kept each from being read; None: it was. The row of one that was not holds garbage.
         """
         meter, num_bytes = self.edges[tier, Tier.GPU], 0
         began, arrived = meter.begin(), DONE
         try:
-            arrived = self._read_slice(tier, slot, layer, out, after)
-            num_bytes = out.numel()
-            return arrived
+            arrived, failures = self._read_slices(tier, slots, layer, out, after)
+            num_bytes = failures.count(None) * self._stores[tier].shape.slice_bytes
+            return arrived, failures
         finally:
             if arrived is DONE:
                 meter.end(began, num_bytes)
@@ -231,15 +231,38 @@ class TransferEngine:
             while self._arriving and self._arriving[0][0].is_done():
                 self._arriving.popleft()[1]()
 
-    def _read_slice(self, tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
+    def _read_slices(
+        self, tier: Tier, slots: Sequence[Slot], layer: int, out: torch.Tensor, after: Event
+    ) -> tuple[Event, list[StoreError | None]]:
         store = self._stores[tier]
-        if self._gpu is None:
-            if tier is not Tier.NVME:
-                store.read_slice(slot, layer, out)
-                return DONE
-            with self._metered(store.shape.slice_bytes):
-                store.read_slice(slot, layer, out)
-            return DONE
+        if self._gpu is not None:
+            return self._stream_by_device(store, slots, layer, out, after)
+        if tier is not Tier.NVME:
+            return DONE, store.read_slices(slots, layer, out)
+        num_bytes = 0
+        self.nvme_reads.begin()
+        try:
+            failures = store.read_slices(slots, layer, out)
+            num_bytes = failures.count(None) * store.shape.slice_bytes
+        finally:
+            self.nvme_reads.end(num_bytes)
+        return DONE, failures
+
+    def _stream_by_device(
+        self, store: Store, slots: Sequence[Slot], layer: int, out: torch.Tensor, after: Event
+    ) -> tuple[Event, list[StoreError | None]]:
+        """Slice by slice: each is as long as a copy should be, and staging has no room for all of them."""
+        arrived, failures = DONE, list[StoreError | None]()
+        for slot, row in zip(slots, out, strict=True):
+            try:
+                # The last one's is behind them all: copies are done in the order in which they were queued.
+                arrived = self._stream_one(store, slot, layer, row, after)
+                failures.append(None)
+            except StoreError as error:
+                failures.append(error)
+        return arrived, failures
+
+    def _stream_one(self, store: Store, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
         if isinstance(store, SlabStore):
             return self._device.copy_up([(out, store.slice(slot, layer))], after)
         with self._device.staging().buffer(store.shape.slice_bytes) as buffer:

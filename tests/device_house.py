@@ -77,8 +77,8 @@ def attend_over_tiers(
     gpu.slab().fill_(0xFF)
     engine = TransferEngine({Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: files}, 2, device)
     ring = SliceRing(
-        SHAPE, 5, torch.float32, device, read_slice=engine.read_slice, prefetch=NextLayers(depth=2), metrics=Metrics(),
-        num_threads=2, io_timeout_s=20.0,
+        SHAPE, 5, torch.float32, device, read_slices=engine.read_slices, prefetch=NextLayers(depth=2),
+        metrics=Metrics(), num_threads=2, io_timeout_s=20.0,
     )  # fmt: skip
     ring._bytes.fill_(0xFF)
     # block, layer, K or V, head, token, dim

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
+from kvtier.errors import StoreError
 from kvtier.types import BlockShape, Slot, SlotLabel, Tier
 
 
@@ -48,6 +50,23 @@ class Store(ABC):
     @abstractmethod
     def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
         """Read one slice into `out` (`[slice_bytes]` uint8). `layer` is the slice's index in the block. As `read`."""
+
+    def read_slices(self, slots: Sequence[Slot], layer: int, out: torch.Tensor) -> list[StoreError | None]:
+        """Read the same slice of several slots, each into its row of `out` (`[len(slots), slice_bytes]` uint8).
+
+        Returns what kept each slice from being read, None for those that are there. Other errors are raised as by
+        `read_slice`, and none of `out` may be used then.
+
+        Cost: as many calls of `read_slice`, unless a store can do better.
+        """
+        failures: list[StoreError | None] = []
+        for slot, row in zip(slots, out, strict=True):
+            try:
+                self.read_slice(slot, layer, row)
+                failures.append(None)
+            except StoreError as error:
+                failures.append(error)
+        return failures
 
     @abstractmethod
     def used_bytes(self) -> int:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
+from collections.abc import Sequence
 
 import numpy as np
 
+from kvtier.log import logger
 from kvtier.stores.file_io import PAGE_BYTES, Bytes, FileIo, OpenFile, read_all, write_all
+from kvtier.stores.kernel_aio import KernelAio
 from kvtier.stores.staging import BUFFER_BYTES, StagingPool
 from kvtier.types import IoMode
+
+_AIO_DEPTH = 32
+"""Reads of one thread in flight at most: 16 keep a disk busy."""
 
 
 class DirectIo(FileIo):
@@ -24,6 +31,9 @@ class DirectIo(FileIo):
     def __init__(self, host_budget_bytes: int) -> None:
         """`host_budget_bytes`: the most that staging may take. Raises BudgetError."""
         self.staging = StagingPool(host_budget_bytes)
+        self._local = threading.local()
+        self.reads_together = True
+        self._aio()  # see whether there is any
 
     def prepare(self, fd: int) -> None:
         super().prepare(fd)
@@ -37,6 +47,15 @@ class DirectIo(FileIo):
             read_all(file, offset_bytes + start, out.data[start:end], end - start, PAGE_BYTES)
         if end < out.nbytes:
             self._read_staged(file, offset_bytes + end, out[end:])
+
+    def read_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> Sequence[bool]:
+        is_whole = not out.shape[1] % PAGE_BYTES and not out.__array_interface__["data"][0] % PAGE_BYTES
+        aio = self._aio() if is_whole and len(places) > 1 else None
+        if aio is None or any(offset_bytes % PAGE_BYTES for _, offset_bytes in places):
+            return [False] * len(places)
+        fds, offsets = [file.fd for file, _ in places], [offset_bytes for _, offset_bytes in places]
+        filled: list[bool] = (aio.read(fds, offsets, out) == out.shape[1]).tolist()
+        return filled
 
     def write(self, file: OpenFile, offset_bytes: int, data: Bytes) -> None:
         start, end = _straight(offset_bytes, data)
@@ -55,6 +74,21 @@ class DirectIo(FileIo):
 
     def close(self) -> None:
         pass  # the buffers go with the pool; a late reader may still need one
+
+    def _aio(self) -> KernelAio | None:
+        """This thread's own; None where there is none to be had."""
+        if not self.reads_together:
+            return None
+        try:
+            aio: KernelAio = self._local.aio
+        except AttributeError:
+            try:
+                aio = self._local.aio = KernelAio(_AIO_DEPTH)
+            except OSError as error:
+                self.reads_together = False
+                logger.info("nvme tier: slices are read one by one: the kernel's io_setup says %s", error.strerror)
+                return None
+        return aio
 
     def _read_staged(self, file: OpenFile, offset_bytes: int, out: Bytes) -> None:
         while out.nbytes:

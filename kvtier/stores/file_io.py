@@ -7,6 +7,7 @@ import errno
 import os
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,8 @@ class FileIo(ABC):
     """
 
     mode: IoMode
+    reads_together = False
+    """Whether `read_rows` reads rows of whole pages together."""
 
     def prepare(self, fd: int) -> None:
         """Set a new descriptor up for this way. Raises OSError (EINVAL where the file system refuses it)."""
@@ -53,6 +56,16 @@ class FileIo(ABC):
     @abstractmethod
     def read(self, file: OpenFile, offset_bytes: int, out: Bytes) -> None:
         """Fill `out`, which is contiguous. Raises ShortReadError at the file's end, OSError; `out` is then garbage."""
+
+    def read_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> Sequence[bool]:
+        """Read rows of `out` (`[n, row_bytes]`, contiguous), each from its file and offset.
+
+        Only where this way reads several at once for less than it reads each.
+
+        Returns which rows are filled. The others are left to `read`, and so are all errors: nothing is raised for a
+        medium that fails. Nothing writes into `out` when this has returned.
+        """
+        return [False] * len(places)
 
     @abstractmethod
     def write(self, file: OpenFile, offset_bytes: int, data: Bytes) -> None:

@@ -78,6 +78,10 @@ class Segment:
         """Fill `out`; releases the GIL. Raises ShortReadError if the file was truncated, OSError."""
         self._io.read(self._file, offset_bytes, out)
 
+    def place(self, offset_bytes: int) -> tuple[OpenFile, int]:
+        """An offset as `FileIo.read_rows` wants it."""
+        return self._file, offset_bytes
+
     def will_need(self, offset_bytes: int, num_bytes: int) -> None:
         """Ask for a read ahead, where `io` has one; returns at once."""
         self._io.will_need(self._file, offset_bytes, num_bytes)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.errors import ChecksumError, StoreError
+from kvtier.stores.file_io import FileIo
 from kvtier.stores.segment import Segment, io_error
 from kvtier.stores.slot_format import CODEC_NONE, Bytes, Payload, checksum
 from kvtier.stores.slot_payload import PayloadCodec
@@ -48,6 +51,34 @@ class SlotReader:
             except ValueError as error:  # a crafted header: its checksums fit whatever lies there
                 message = f"nvme store: slot {slot}, layer {layer} of {segment.path}: {error}; nothing was served"
                 raise ChecksumError(message) from error
+
+    def read_slices(
+        self, places: Sequence[tuple[Slot, Segment, int, Payload]], io: FileIo, layer: int, out: Bytes
+    ) -> list[StoreError | None]:
+        """One slice of each of several slots, into rows of `out` (`[n, slice_bytes]`): together where `io` can do that.
+
+        Args:
+            places: slot, segment, start and payload of each, as `read_slice` takes them.
+
+        Returns what kept each from being read; None: it is there, and is what was written.
+        """
+        wanted, size = [], self._slice_bytes
+        for _, segment, start, payload in places:
+            offset_bytes, num_bytes = payload.place(layer, size)
+            if num_bytes == size:
+                wanted.append(segment.place(start + offset_bytes))
+        filled = io.read_rows(wanted, out) if len(wanted) == len(places) else [False] * len(places)
+        failures: list[StoreError | None] = []
+        for (slot, segment, start, payload), is_filled, row in zip(places, filled, out, strict=True):
+            try:
+                if is_filled:
+                    _verify(row, payload.checksums[layer], slot, layer, segment)
+                else:
+                    self.read_slice(slot, segment, start, payload, layer, row)
+                failures.append(None)
+            except StoreError as error:
+                failures.append(error)
+        return failures
 
     def _read(self, segment: Segment, slot: Slot, offset_bytes: int, out: Bytes) -> None:
         try:

@@ -12,6 +12,7 @@ import torch
 
 from kvtier.errors import ClosedError, StoreError
 from kvtier.stores.base import Store
+from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockShape, Slot
 
 NUM_SLOTS = 5
@@ -100,6 +101,30 @@ class StoreContract(ABC):
         assert torch.equal(out[1:], source)
         assert out[0] == 7
 
+    def test_slices_of_several_slots_are_those_of_each(self, store: Store, shape: BlockShape) -> None:
+        blocks = [random_block(store, seed) for seed in range(NUM_SLOTS)]
+        for slot, block in enumerate(blocks):
+            store.write(Slot(slot), block)
+        for layer in range(shape.num_layers):
+            for slots in (range(NUM_SLOTS), [2, 0, 2], [1], []):
+                out = page_aligned(max(1, len(slots) * shape.slice_bytes)).fill_(0xA5)
+                rows = out[: len(slots) * shape.slice_bytes].view(len(slots), shape.slice_bytes)
+                assert store.read_slices([Slot(slot) for slot in slots], layer, rows) == [None] * len(slots)
+                for slot, row in zip(slots, rows, strict=True):
+                    assert torch.equal(row, blocks[slot][layer * shape.slice_bytes : (layer + 1) * shape.slice_bytes])
+
+    def test_one_slice_of_several_that_cannot_be_read_leaves_the_others(self, store: Store, shape: BlockShape) -> None:
+        if not self.refuses_never_written:
+            pytest.skip("this store does not promise it")
+        blocks = [random_block(store, seed) for seed in range(3)]
+        for slot in (0, 2):
+            store.write(Slot(slot), blocks[slot])
+        out = torch.empty((3, shape.slice_bytes), dtype=torch.uint8)
+        failures = store.read_slices([Slot(slot) for slot in range(3)], 0, out)
+        assert isinstance(failures[1], StoreError) and failures[0] is failures[2] is None
+        for slot in (0, 2):
+            assert torch.equal(out[slot], blocks[slot][: shape.slice_bytes])
+
     def test_wrong_buffers_are_refused(self, store: Store, shape: BlockShape) -> None:
         block = random_block(store, 1)
         store.write(Slot(0), block)
@@ -132,6 +157,8 @@ class StoreContract(ABC):
         for layer in (-1, shape.num_layers):
             with pytest.raises(IndexError):
                 read_slice(store, 0, layer)
+            with pytest.raises(IndexError):
+                store.read_slices([Slot(0)], layer, torch.empty((1, shape.slice_bytes), dtype=torch.uint8))
 
     def test_never_written_slots_are_refused(self, store: Store) -> None:
         if not self.refuses_never_written:
