@@ -1,4 +1,4 @@
-"""A family's 16-bit model with its attention computed in fp32 and rounded once: what blockwise attention is held to.
+"""A family's 16-bit model with its full attention computed in fp32 and rounded once: what blockwise attention is held to.
 
 torch's CPU kernel rounds the softmax weights to 16 bits, in every chunk size alike: docs/adr/0009-sixteen-bits.md.
 """
@@ -35,6 +35,8 @@ def _in_fp32(original: str) -> Callable[..., Any]:
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         function = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        if getattr(module, "sliding_window", None):  # not tiered: it has its own attention, as it is
+            return function(module, query, key, value, mask, **kwargs)
         if mask is not None and mask.is_floating_point():
             mask = mask.float()
         if kwargs.get("s_aux") is not None:
