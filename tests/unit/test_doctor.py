@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from kvtier import cli
 from kvtier.config import load_config
-from kvtier.doctor import NoWatch, Wishes, disk, examine, gpu
+from kvtier.doctor import NoWatch, Wishes, decoding, disk, examine, gpu
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk import DiskPlan, measure_disk
 from kvtier.doctor.disk_rates import DEPTHS, MODES, NO_READS, REQUEST_BYTES, Access, DiskRate, DiskSpeed
@@ -51,6 +51,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["kvtier.doctor.examine"]
     monkeypatch.setattr(module, "QUICK", TINY)
     monkeypatch.setattr(module, "_HOST_QUICK_S", 0.01)
+    monkeypatch.setattr(module, "_COPY_QUICK_S", 0.0)
+    monkeypatch.setattr(decoding, "usable_cores", lambda: 1)  # two threads wait for each other where tests run beside
 
 
 def scratch_files(folder: Path) -> list[os.stat_result]:
