@@ -40,6 +40,10 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "case", "pairs", "full_pairs", "without_s", "cost_frac", "cost_quartiles", "cpu_cost_frac", "cost_full_frac",
         "nvme_written_bytes", "same_answers", "is_valid",
     ),
+    "predict": (
+        "case", "context", "bound_ms", "predicted_ms", "predicted_by", "ms_per_token", "ms_spread",
+        "measured_to_predicted", "within_30", "is_valid",
+    ),
     "storage": (
         "access", "io", "depth", "bytes_per_s", "fio_io_uring_bytes_per_s", "fio_psync_bytes_per_s", "ratio_to_fio",
         "ratio_spread", "target", "disk_frac", "is_valid",

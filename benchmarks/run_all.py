@@ -24,6 +24,7 @@ from kvtier.benchmarks.results import append, latest, page
 
 NAMES = (
     "decode", "prefill", "overlap", "scale", "lookup", "resume", "prefix", "worst_case", "storage", "compression",
+    "predict",
 )  # fmt: skip
 """All benchmarks, in the order in which they run and are shown. A new one is entered here."""
 RESULTS = Path(__file__).resolve().parent / "results"

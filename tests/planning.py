@@ -35,12 +35,27 @@ def a_machine(*, cuda: bool = True, **rows: float) -> Rates:
         found |= {("gpu 0", "memory"): 80e9, ("gpu 0", "free"): 78e9}
         found |= {("gpu 0", f"{way}, pinned, 64 MiB"): 20e9 for way in ("host to device", "device to host")}
     found |= {("memory", "may be used"): rows["host"]} if "host" in rows else {}
+    if rows.get("decoding"):
+        found |= _decoding(place, threads)
     disk = tuple(
-        DiskRow(io, access, 384 << 10, 32, rate / (2 if access == "write" else 1))
+        DiskRow(io, access, 384 << 10, 32, rate / (2 if access == "write" else 1), 4e9 if access == "read" else None)
         for io, rate in (("direct", 2e9), ("mmap", 1e9))
         for access in ("read", "write")
     )
     return Rates("a test", found, disk)
+
+
+def _decoding(place: str, threads: str) -> dict[tuple[str, str], float]:
+    """Short rows at half the rate, attention at 50 and 25 GB/s, 1 ms a step, 100 us a layer, 10 a call, 20 a thread."""
+    found = {
+        (place, f"decoding, a step{threads}"): 1000.0, (place, f"decoding, a layer{threads}"): 100.0,
+        (place, f"decoding, a call of attention{threads}"): 10.0, ("processor", "hand-over to a thread"): 20.0,
+    }  # fmt: skip
+    for dtype in DTYPES:
+        found[place, f"matrix x vector, rows of 512, {dtype}{threads}"] = 50e9
+        found[place, f"attention, 1 query heads, {dtype}{threads}"] = 50e9
+        found[place, f"attention, 4 query heads, {dtype}{threads}"] = 25e9
+    return found
 
 
 def layout(model: ModelCard | None = None, context: int = 32768, rates: Rates | None = None, **tiers: Any) -> Layout:

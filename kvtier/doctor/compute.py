@@ -22,6 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CPU_BYTES, _CUDA_BYTES = 64 << 20, 256 << 20  # of the matrix that a vector meets: beyond what is cached
 _CPU_SIDE, _CUDA_SIDE = 512, 4096  # of the two matrices
 _COLUMNS = 4096
+NARROW_COLUMNS = 512
 _CALLS_MIN = 3
 _SLOW_S = 0.2  # a processor without instructions for the dtype: once is enough
 
@@ -37,9 +38,11 @@ class ComputeRate:
     dtype: str
     """Without `torch.`."""
     read_bytes_per_s: float | NotMeasured
-    """Bytes of the matrix that is multiplied with a vector: each is read once."""
+    """Bytes of the matrix that is multiplied with a vector: each is read once. Its rows are of 4,096 elements."""
     flop_per_s: float | NotMeasured
     """Operations of a product of two square matrices, two for each product of numbers."""
+    narrow_bytes_per_s: float | NotMeasured
+    """As `read_bytes_per_s`, with rows of 512 elements, as small models have them: each row costs beside its bytes."""
 
 
 def measure_compute(each_s: float, watch: Watch) -> tuple[ComputeRate, ...]:
@@ -51,7 +54,7 @@ def measure_compute(each_s: float, watch: Watch) -> tuple[ComputeRate, ...]:
     cores = usable_cores()
     counts = (1, cores) if cores > 1 else (1,)
     places = len(counts) + num_devices
-    watch.phase("compute", 2 * len(DTYPES) * places * each_s, 2 * len(DTYPES) * places)
+    watch.phase("compute", 3 * len(DTYPES) * places * each_s, 3 * len(DTYPES) * places)
     return tuple(_rates(counts, num_devices, each_s, watch))
 
 
@@ -77,28 +80,28 @@ def _measure(device: torch.device, num_threads: int, dtype: torch.dtype, each_s:
         if on_cuda:
             torch.cuda.synchronize(device)
 
-    def vector() -> float:
+    def vector(columns: int) -> float:
         wanted = _CUDA_BYTES if on_cuda else _CPU_BYTES
         if not on_cuda and memory_available_bytes() < 4 * wanted:
             raise MemoryError("too little memory is free for 64 MiB")
-        matrix = torch.ones(wanted // dtype.itemsize // _COLUMNS, _COLUMNS, dtype=dtype, device=device)
-        column = torch.ones(_COLUMNS, 1, dtype=dtype, device=device)
-        return matrix.nbytes / _median_s(lambda: matrix @ column, settle, each_s, slow_s)
+        matrix = torch.ones(wanted // dtype.itemsize // columns, columns, dtype=dtype, device=device)
+        column = torch.ones(columns, 1, dtype=dtype, device=device)
+        return matrix.nbytes / median_s(lambda: matrix @ column, settle, each_s, slow_s)
 
     def square() -> float:
         side = _CUDA_SIDE if on_cuda else _CPU_SIDE
         matrix = torch.ones(side, side, dtype=dtype, device=device)
-        return 2 * side**3 / _median_s(lambda: matrix @ matrix, settle, each_s, slow_s)
+        return 2 * side**3 / median_s(lambda: matrix @ matrix, settle, each_s, slow_s)
 
     found: list[float | NotMeasured] = []
-    for call in (vector, square):
+    for call in (lambda: vector(_COLUMNS), square, lambda: vector(NARROW_COLUMNS)):
         found.append(attempt(call))
         watch.step()
     name = str(dtype).removeprefix("torch.")
-    return ComputeRate(device.index if on_cuda else None, num_threads, name, found[0], found[1])
+    return ComputeRate(device.index if on_cuda else None, num_threads, name, *found)
 
 
-def _median_s(call: Callable[[], object], settle: Callable[[], None], most_s: float, slow_s: float) -> float:
+def median_s(call: Callable[[], object], settle: Callable[[], None], most_s: float, slow_s: float) -> float:
     """Median seconds of a call, for about `most_s`.
 
     The first loads kernels and does not count, unless it took more than `slow_s`: then it is the only one.

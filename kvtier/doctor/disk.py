@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import itertools
@@ -129,6 +130,8 @@ def _scratch(folder: Path) -> Iterator[OpenFile]:
 class _Round:
     rate: float
     disk_frac: float | NotMeasured
+    core_rate: float | None = None
+    """None: nothing was told, or too little to measure."""
 
 
 class _Bench:
@@ -218,9 +221,11 @@ class _Bench:
 
     def _read(self, io: FileIo, file: OpenFile, buffers: list[Bytes], num_places: int) -> _Round:
         places = random.sample(range(num_places), num_places)
-        before = io_counters()
+        before, worked_s = io_counters(), time.process_time()
         moved = move_at(io, file, places, buffers, self.plan.read_s)
-        return _Round(moved.num_bytes / moved.elapsed_s, _disk_frac("read_bytes", before, moved.num_bytes))
+        worked_s = time.process_time() - worked_s  # of all threads: nothing else runs in this process
+        core_rate = moved.num_bytes / worked_s if worked_s > 0 else None
+        return _Round(moved.num_bytes / moved.elapsed_s, _disk_frac("read_bytes", before, moved.num_bytes), core_rate)
 
     def _write(self, io: FileIo, file: OpenFile, buffers: list[Bytes], num_places: int) -> _Round | NotMeasured:
         """Over what was written before: the first write into preallocated space is another, slower thing."""
@@ -253,7 +258,9 @@ def _rate(cell: _Cell, rounds: list[_Round], failed: NotMeasured | None) -> Disk
         return DiskRate(mode, access, size, depth, why, why)
     fracs = [found.disk_frac for found in rounds if not isinstance(found.disk_frac, NotMeasured)]
     frac = statistics.median(fracs) if fracs else rounds[0].disk_frac
-    return DiskRate(mode, access, size, depth, statistics.median(found.rate for found in rounds), frac)
+    rate = DiskRate(mode, access, size, depth, statistics.median(found.rate for found in rounds), frac)
+    core_rates = [found.core_rate for found in rounds if found.core_rate is not None]
+    return dataclasses.replace(rate, core_bytes_per_s=statistics.median(core_rates)) if core_rates else rate
 
 
 def _disk_frac(key: str, before: dict[str, int], num_bytes: int) -> float | NotMeasured:

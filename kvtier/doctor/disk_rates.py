@@ -14,6 +14,9 @@ DEPTHS = (32, 4, 1)
 MODES = (IoMode.DIRECT, IoMode.MMAP)
 
 
+NO_READS = NotMeasured("told of reads only")
+
+
 class Access(enum.StrEnum):
     """What a request does."""
 
@@ -33,6 +36,8 @@ class DiskRate:
     disk_frac: float | NotMeasured
     """What the kernel says it moved to or from a disk, as a fraction of the bytes asked for. Well under 1: a cache
     answered; 0 for files that are memory."""
+    core_bytes_per_s: float | NotMeasured = NO_READS
+    """Bytes for each second that a core works on them: what one core would read if the disk took no time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvtier.config import KVTierConfig, read_config
 from kvtier.doctor.answer import NotMeasured, attempt
 from kvtier.doctor.compute import measure_compute
+from kvtier.doctor.decoding import measure_decoding
 from kvtier.doctor.disk import FULL, QUICK, measure_disk
 from kvtier.doctor.facts import Facts, Place
 from kvtier.doctor.gpu import measure_gpus
@@ -67,7 +68,8 @@ def examine(wishes: Wishes, watch: Watch) -> Report:
     host = measure_host(_HOST_QUICK_S if quick else _HOST_S, watch)
     gpus = measure_gpus(_COPY_QUICK_S if quick else _COPY_S, watch)
     compute = measure_compute(_COPY_QUICK_S if quick else _COPY_S, watch)
-    facts = Facts(place, limits, disk, host, gpus, compute)
+    decoding = measure_decoding(_COPY_QUICK_S if quick else _COPY_S, watch)
+    facts = Facts(place, limits, disk, host, gpus, compute, decoding)
     nvme = None if config is None else config.tiers.nvme
     proposal = propose(facts, path, nvme.max_writes if nvme is not None else None)
     found = [] if config is None else problems(config, facts)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.compute import ComputeRate
+from kvtier.doctor.decoding import DecodeSpeed
 from kvtier.doctor.disk_rates import DEPTHS, Access, DiskSpeed
 from kvtier.doctor.gpu import Gpu
 from kvtier.doctor.host import HostSpeed
@@ -54,6 +55,7 @@ class Facts:
     host: HostSpeed
     gpus: tuple[Gpu, ...] | NotMeasured
     compute: tuple[ComputeRate, ...] = ()
+    decoding: DecodeSpeed | None = None
 
     @property
     def cuda(self) -> tuple[Gpu, ...]:

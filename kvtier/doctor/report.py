@@ -70,6 +70,7 @@ def _row(row: Row) -> dict[str, Any]:
 def _rate(rate: DiskRate) -> dict[str, Any]:
     value, why = _answer(rate.bytes_per_s)
     frac, _ = _answer(rate.disk_frac)
+    core_rate, _ = _answer(rate.core_bytes_per_s)
     return {
         "io": rate.mode.value,
         "access": rate.access.value,
@@ -77,6 +78,7 @@ def _rate(rate: DiskRate) -> dict[str, Any]:
         "depth": rate.depth,
         "bytes_per_s": value,
         "disk_frac": frac,
+        "core_bytes_per_s": core_rate,
         "not_measured": why,
     }
 

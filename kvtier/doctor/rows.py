@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.doctor.answer import NotMeasured
+from kvtier.doctor.compute import NARROW_COLUMNS
 from kvtier.doctor.facts import Facts
 from kvtier.doctor.limits import UNLIMITED
 from kvtier.doctor.verdict import EXAMPLE_CPU, EXAMPLE_CUDA
@@ -20,6 +21,7 @@ class Unit(enum.StrEnum):
     TOKENS_PER_S = "tokens_per_s"
     FLOP_PER_S = "flop_per_s"
     FRACTION = "fraction"
+    MICROSECONDS = "us"
     COUNT = "count"
     TEXT = "text"
 
@@ -126,10 +128,35 @@ def _compute(facts: Facts, section: str, device: int | None) -> Iterator[Row]:
     for rate in facts.compute:
         if rate.device != device:
             continue
-        threads = "" if device is not None else ", one thread" if rate.num_threads == 1 else ", all threads"
-        name = f"{rate.dtype}{threads}"
+        name = f"{rate.dtype}{_threads(device, rate.num_threads)}"
         yield Row(section, f"matrix x vector, {name}", rate.read_bytes_per_s, Unit.BYTES_PER_S, "as decoding reads")
         yield Row(section, f"matrix x matrix, {name}", rate.flop_per_s, Unit.FLOP_PER_S, "as prefill computes")
+        narrow = f"matrix x vector, rows of {NARROW_COLUMNS}, {name}"
+        yield Row(section, narrow, rate.narrow_bytes_per_s, Unit.BYTES_PER_S, "as small models have them")
+    yield from _decoding(facts, section, device)
+
+
+def _decoding(facts: Facts, section: str, device: int | None) -> Iterator[Row]:
+    """As `_compute`."""
+    speed = facts.decoding
+    if speed is None:
+        return
+    for rate in speed.attention:
+        if rate.device == device:
+            name = f"attention, {rate.heads} query heads, {rate.dtype}{_threads(device, rate.num_threads)}"
+            yield Row(section, name, rate.bytes_per_s, Unit.BYTES_PER_S, "on each head of K and V, which are read once")
+    for cost in speed.costs:
+        if cost.device == device:
+            threads, unit = _threads(device, cost.num_threads), Unit.MICROSECONDS
+            yield Row(section, f"decoding, a step{threads}", cost.step_us, unit, "of a model that is hardly there")
+            yield Row(section, f"decoding, a layer{threads}", cost.layer_us, unit, "more of it")
+            yield Row(section, f"decoding, a call of attention{threads}", cost.call_us, unit, "beyond two a layer")
+    if device is None:
+        yield Row(section, "hand-over to a thread", speed.handover_us, Unit.MICROSECONDS, "and back")
+
+
+def _threads(device: int | None, num_threads: int) -> str:
+    return "" if device is not None else ", one thread" if num_threads == 1 else ", all threads"
 
 
 def _yes(answer: bool | NotMeasured) -> str | NotMeasured:

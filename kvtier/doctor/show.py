@@ -103,6 +103,8 @@ def _words(value: float, unit: Unit) -> str:
             return f"{value:,.0f} tokens/s"
         case Unit.FLOP_PER_S:
             return f"{value / 1e9:,.0f} GFLOP/s"
+        case Unit.MICROSECONDS:
+            return f"{value:,.1f} us"
         case Unit.FRACTION:
             return f"{value:.2f}"
     return f"{value:,}"

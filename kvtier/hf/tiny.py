@@ -10,15 +10,15 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 VOCABULARY = 256
 
 
-def tiny_llama(device: torch.device, dtype: torch.dtype) -> Any:
-    """Three layers, six heads on two of K and V, head size 16; the same weights in each call. No download."""
+def tiny_llama(device: torch.device, dtype: torch.dtype, num_layers: int = 3) -> Any:
+    """Six heads on two of K and V, head size 16; the same weights in each call. No download."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=96,
             intermediate_size=128,
-            num_hidden_layers=3,
+            num_hidden_layers=num_layers,
             num_attention_heads=6,
             num_key_value_heads=2,
             max_position_embeddings=8192,

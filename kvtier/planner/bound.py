@@ -6,7 +6,7 @@ Each edge carries what exact attention cannot do without, at a rate that the doc
 from __future__ import annotations
 
 from kvtier.bound import Bound, Edge
-from kvtier.planner.layout import Layout
+from kvtier.planner.layout import Layout, Placement
 from kvtier.planner.rates import Rates
 from kvtier.stores.space_limits import expected_frac
 from kvtier.types import AttentionMode, Tier
@@ -32,15 +32,18 @@ def rows_at_once(layout: Layout, users: int) -> int:
     return low
 
 
-def decode_round(layout: Layout, rates: Rates, users: int, num_threads: int | None = None) -> Bound:
+def decode_round(
+    layout: Layout, rates: Rates, users: int, num_threads: int | None = None, placed: Placement | None = None
+) -> Bound:
     """One new token for each of `users`, in as few steps as the gpu budget allows.
 
     Args:
         num_threads: torch's, on a machine without CUDA; None: all cores. The doctor knows one and all.
+        placed: where their blocks lie; None: where `layout` places them.
     """
     card, context, shape = layout.card, layout.context_tokens, layout.shape
     steps = -(-users // max(1, rows_at_once(layout, users)))
-    placed = layout.place(users)
+    placed = placed or layout.place(users)
     kv = users * card.kv_bytes(context)
     if layout.config.attention is AttentionMode.GATHERED:
         kv += 2 * users * card.tiered_bytes(context)  # read and written once more, where a layer is assembled

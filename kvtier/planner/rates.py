@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from kvtier.types import IoMode
 DOCTOR_FORMAT = 1
 HOW = "kvtier doctor --json > rates.json, on the machine that the plan is for, then --rates rates.json"
 _MEND = f"Mend: {HOW}"
+_WIDE, _NARROW = 4096, 512
+"""Elements in a row of the doctor's two matrices that meet a vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class DiskRow:
     request_bytes: int
     depth: int
     bytes_per_s: float
+    core_bytes_per_s: float | None = None
+    """Of reads: what one core would read if the disk took no time. None: an older doctor did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,42 @@ class Rates:
         """Bytes a second of a matrix that is multiplied with a vector, as decoding does; by all threads for None."""
         return self._compute("matrix x vector", dtype, num_threads)
 
+    def read_weights(self, dtype: str, num_threads: int | None, row_elements: int) -> float | None:
+        """As `read_memory`, of a matrix with rows of so many elements: each row costs something beside its bytes.
+
+        So the time of a byte grows as rows get shorter, in a line with their number: through the doctor's two points.
+        """
+        wide = self.read_memory(dtype, num_threads)
+        narrow = self._compute(f"matrix x vector, rows of {_NARROW}", dtype, num_threads)
+        if wide is None or narrow is None:
+            return None
+        share = (1 / min(row_elements, _WIDE) - 1 / _WIDE) / (1 / _NARROW - 1 / _WIDE)
+        return 1 / (1 / wide + max(0.0, share * (1 / narrow - 1 / wide)))
+
+    def attention(self, dtype: str, num_threads: int | None, heads: int) -> float | None:
+        """Bytes of K and V a second that one token's attention reads, at the nearest number of heads.
+
+        Args:
+            heads: query heads on each head of K and V.
+        """
+        rates = {count: self._compute(f"attention, {count} query heads", dtype, num_threads) for count in (4, 1)}
+        return rates[min(rates, key=lambda count: abs(math.log(heads / count)))]
+
+    def decoding_s(self, what: str, num_threads: int | None) -> float | None:
+        """Seconds of code, whatever the bytes.
+
+        Args:
+            what: `step` (without its layers), `layer` (one of them) or `call of attention` (beyond two a layer).
+        """
+        micros = self._compute(f"decoding, a {what}", "", num_threads)
+        return None if micros is None else micros / 1e6
+
+    @property
+    def handover_s(self) -> float | None:
+        """Seconds until a waiting thread has done nothing and said so."""
+        micros = self.rows.get(("processor", "hand-over to a thread"))
+        return None if micros is None else micros / 1e6
+
     def flop(self, dtype: str, num_threads: int | None) -> float | None:
         """Floating-point operations a second of a product of matrices, as prefill does."""
         return self._compute("matrix x matrix", dtype, num_threads)
@@ -90,20 +131,29 @@ class Rates:
         Args:
             access: `read` or `write`.
         """
+        return max((row.bytes_per_s for row in self._disk_rows(access, io, request_bytes)), default=None)
+
+    def disk_reads(self, io: IoMode, request_bytes: int, depth: int) -> DiskRow | None:
+        """As `disk_rate` of reads, at the nearest of the depths."""
+        rows = self._disk_rows("read", io, request_bytes)
+        nearest = min((row.depth for row in rows), key=lambda each: abs(math.log(each / depth)), default=0)
+        return max((row for row in rows if row.depth == nearest), key=lambda row: row.bytes_per_s, default=None)
+
+    def _disk_rows(self, access: str, io: IoMode, request_bytes: int) -> list[DiskRow]:
         rows = [row for row in self.disk if row.access == access and io in (IoMode.AUTO, IoMode(row.io))]
-        if not rows:
-            return None
-        nearest = min((row.request_bytes for row in rows), key=lambda size: abs(size - request_bytes))
-        return max(row.bytes_per_s for row in rows if row.request_bytes == nearest)
+        nearest = min((row.request_bytes for row in rows), key=lambda size: abs(size - request_bytes), default=0)
+        return [row for row in rows if row.request_bytes == nearest]
 
     def _compute(self, what: str, dtype: str, num_threads: int | None) -> float | None:
+        """`dtype` may be empty: then it is not in the row's name."""
+        name = ", ".join(filter(None, (what, dtype)))
         if self.device == "cuda":
-            return self.rows.get(("gpu 0", f"{what}, {dtype}"))
+            return self.rows.get(("gpu 0", name))
         num_threads = min(num_threads or self.cores, self.cores)
         if num_threads not in (1, self.cores):
             return None  # between the two: the doctor did not measure it, and neither would be right
         threads = "one thread" if num_threads == 1 else "all threads"
-        return self.rows.get(("processor", f"{what}, {dtype}, {threads}"))
+        return self.rows.get(("processor", f"{name}, {threads}"))
 
 
 def read_rates(path: Path) -> Rates:
@@ -146,4 +196,12 @@ def _disk_row(row: Mapping[str, Any], where: str) -> DiskRow:
     }.items():
         if not is_right:
             raise ConfigError(f"{where}: disk: {key} cannot be {row.get(key)!r:.80}. {_MEND}")
-    return DiskRow(row["io"], row["access"], int(row["request_bytes"]), int(row["depth"]), float(row["bytes_per_s"]))
+    core = row.get("core_bytes_per_s")
+    return DiskRow(
+        row["io"],
+        row["access"],
+        int(row["request_bytes"]),
+        int(row["depth"]),
+        float(row["bytes_per_s"]),
+        float(core) if core is not None and _is_positive(core) else None,
+    )

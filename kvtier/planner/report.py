@@ -13,10 +13,12 @@ from kvtier.bound import Bound
 from kvtier.config import read_config
 from kvtier.errors import ConfigError
 from kvtier.planner.bound import decode_round, first_token, rows_at_once
+from kvtier.planner.expected import Expected, expected_round, speeds
 from kvtier.planner.layout import Layout, Limit, lay_out
 from kvtier.planner.models import find_card
 from kvtier.planner.rates import HOW, Rates, read_rates
 from kvtier.size import Size, SizeUnit
+from kvtier.types import AttentionMode
 
 FORMAT = 1
 EXIT_FITS, EXIT_BREAKS = 0, 1
@@ -48,6 +50,8 @@ class Row:
     """The tightest limit that this count is beyond; None: it works."""
     decode: Bound | None
     first_token: Bound | None
+    expected: Expected | None = None
+    """Of a decode step. None in `gathered` mode too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +94,11 @@ class Plan:
         rows = []
         for users in sorted(count for count in counts if 1 <= count <= most):
             limit = self.limit_at(users)
-            bounds: tuple[Bound | None, Bound | None] = None, None
-            if rates is not None and limit is None:
-                bounds = decode_round(layout, rates, users, threads), first_token(layout, rates, users, threads)
-            rows.append(Row(users, limit, *bounds))
+            if rates is None or limit is not None:
+                rows.append(Row(users, limit, None, None))
+                continue
+            bounds = decode_round(layout, rates, users, threads), first_token(layout, rates, users, threads)
+            rows.append(Row(users, limit, *bounds, expected_round(layout, rates, users, threads)))
         return rows
 
     def document(self) -> dict[str, Any]:
@@ -170,6 +175,7 @@ class Plan:
             "tier_bytes": {room.tier.label: placed.blocks[room.tier] * block_bytes for room in layout.rooms},
             "missing_bytes": placed.missing * block_bytes,
             "predicted_decode": _bound(row.decode, row.users),
+            "expected_decode": None if row.expected is None else row.expected.document(row.users),
             "predicted_first_token": _bound(row.first_token, None),
         }
 
@@ -241,21 +247,28 @@ def _notes(plan: Plan) -> Iterator[str]:
         if bound is not None and bound.unmeasured:
             missing = ", ".join(bound.unmeasured)
             yield f"not in the prediction of {what}, for want of a rate: {missing}; it may be slower"
+    yield from _expected_notes(row.expected, rates, layout.config.attention)
+
+
+def _expected_notes(expected: Expected | None, rates: Rates, mode: AttentionMode) -> Iterator[str]:
+    if expected is None:
+        if mode is AttentionMode.GATHERED:
+            yield "only the bound is told of decode: the doctor does not measure how attention: gathered attends"
+        return
+    if expected.unmeasured:
+        missing = ", ".join(expected.unmeasured)
+        yield f"only the bound is told of decode: the rates have nothing for {missing}. {HOW}"
+    elif rates.device == "cuda":
+        yield "the expected time has not been compared with runs on a CUDA device"
 
 
 def _bound(bound: Bound | None, users: int | None) -> dict[str, Any] | None:
     if bound is None:
         return None
     seconds = bound.seconds
-    rates: dict[str, float | None] = {}
-    if users is not None:
-        rates = {
-            "tokens_per_s": None if seconds is None else users / seconds,
-            "tokens_per_s_per_user": None if seconds is None else 1 / seconds,
-        }
     return {
         "ms": None if seconds is None else seconds * 1e3,
-        **rates,
+        **({} if users is None else speeds(seconds, users)),
         "binding": bound.binding or None,
         "unmeasured": bound.unmeasured,
         "edges": [

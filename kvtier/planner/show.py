@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvtier.bound import Bound
 from kvtier.planner.bound import rows_at_once
+from kvtier.planner.expected import Expected, Term
 from kvtier.planner.report import Plan
 from kvtier.terminal import printable
 
@@ -45,6 +46,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield Text(printable(f"first count that fails with kvtier: {kept:,} ({tightest.name}: {tightest.words})"))
     if plan.rates is not None and plan.first_break is None:
         yield _predictions(plan)
+        yield from _expectation(plan)
     for note in plan.notes:
         yield Text(printable(f"note: {note}"))
     broken = plan.first_break
@@ -138,12 +140,34 @@ def _predictions(plan: Plan) -> Table:
             )
             what = ""
         table.add_section()
+    for term, beside in _terms(row.expected):
+        name = f"{term.name}{' (beside)' * beside}"
+        table.add_row("expected", name, "", "", f"{(term.seconds or 0.0) * 1e3:,.1f} ms")
     source = printable(plan.rates.source) if plan.rates is not None else ""
     table.caption = (
         f"decode: a token for each user, {rows_at_once(plan.layout, users):,} a step; 1st token: of one user, of "
         f"whose context nothing is found\nrates: {source}"
     )
     return table
+
+
+def _terms(expected: Expected | None) -> Iterator[tuple[Term, bool]]:
+    """Those that take time, and whether they go on beside the computing; none where one is not known."""
+    if expected is None or expected.seconds is None:
+        return
+    for terms, beside in ((expected.computing, False), (expected.beside, True)):
+        yield from ((term, beside) for term in terms if term.seconds)
+
+
+def _expectation(plan: Plan) -> Iterator[Text]:
+    row = plan.rows[-1]
+    bound, expected = row.decode, row.expected
+    if expected is None or expected.seconds is None or bound is None or bound.seconds is None:
+        return
+    yield Text(
+        f"expected: {row.users / expected.seconds:,.4g} tokens/s, {expected.seconds * 1e3:,.4g} ms a round; no run "
+        f"beats the bound of {bound.seconds * 1e3:,.4g} ms\n"
+    )
 
 
 def _table(title: str) -> Table:

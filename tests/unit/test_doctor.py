@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 
 from kvtier import cli
 from kvtier.config import load_config
-from kvtier.doctor import NoWatch, Wishes, disk, examine, gpu
+from kvtier.doctor import NoWatch, Wishes, decoding, disk, examine, gpu
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk import DiskPlan, measure_disk
-from kvtier.doctor.disk_rates import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate, DiskSpeed
+from kvtier.doctor.disk_rates import DEPTHS, MODES, NO_READS, REQUEST_BYTES, Access, DiskRate, DiskSpeed
 from kvtier.doctor.gpu import PIECE_BYTES, copy_rates
 from kvtier.doctor.show import Bars
 from kvtier.stores.direct_io import DirectIo
@@ -51,6 +51,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["kvtier.doctor.examine"]
     monkeypatch.setattr(module, "QUICK", TINY)
     monkeypatch.setattr(module, "_HOST_QUICK_S", 0.01)
+    monkeypatch.setattr(module, "_COPY_QUICK_S", 0.0)
+    monkeypatch.setattr(decoding, "usable_cores", lambda: 1)  # two threads wait for each other where tests run beside
 
 
 def scratch_files(folder: Path) -> list[os.stat_result]:
@@ -137,6 +139,12 @@ def test_reads_are_cold(tmp_path: Path) -> None:
     speed = measure_disk(tmp_path, TINY, NoWatch())
     fracs = [row.disk_frac for row in speed.rates if row.access is Access.READ and row.mode is IoMode.DIRECT]
     assert all(isinstance(frac, float) and frac >= 0.95 for frac in fracs), fracs
+
+
+def test_the_processors_time_is_told_of_reads_alone(tmp_path: Path) -> None:
+    for row in measured(measure_disk(tmp_path, TINY, NoWatch())):
+        of_core = row.core_bytes_per_s
+        assert isinstance(of_core, float) and of_core > 0 if row.access is Access.READ else of_core == NO_READS
 
 
 def test_when_all_that_may_be_written_is_written_the_rest_is_not(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvtier import cli
 from kvtier.doctor import NoWatch
 from kvtier.doctor.compute import DTYPES, measure_compute
+from kvtier.doctor.decoding import HEADS, AttentionRate, DecodeSpeed, StepCost
 from kvtier.doctor.report import Report
 from kvtier.doctor.show import print_report
 from kvtier.planner.models import presets
@@ -134,11 +135,66 @@ def test_on_a_machine_without_cuda_the_processors_rates_count(rates: Path, measu
     assert not decode["unmeasured"] and first["ms"] > decode["ms"]
 
 
+SPEED = DecodeSpeed(
+    tuple(AttentionRate(None, 1, "float32", heads, 5e9) for heads in HEADS),
+    (StepCost(None, 1, 1e3, 500.0, 10.0),),
+    20.0,
+)
+
+
+def test_the_time_that_is_expected_stands_beside_the_bound(tmp_path: Path, measured: Any) -> None:
+    found = facts(compute=measured, decoding=SPEED)
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(Report(found, propose(found, None), "", [], [], True, 1.0).document()), encoding="utf-8")
+    words = ["plan", "--model", "SmolLM2-135M", "--context", "4k", "--config", "laptop", "--dtype", "float32"]
+    words += ["--rates", str(file), "--threads", "1"]
+    row = json.loads(runner.invoke(cli.app, [*words, "--json"]).stdout)["rows"][-1]
+    expected, bound = row["expected_decode"], row["predicted_decode"]
+    assert expected["ms"] > bound["ms"] and expected["binding"] == "computing" and not expected["unmeasured"]
+    by_name = {term["name"]: term["ms"] for term in expected["terms"]}
+    assert by_name["layers"] == pytest.approx(1 + 30 * 0.5)
+    assert expected["tokens_per_s_per_user"] == pytest.approx(1e3 / expected["ms"])
+    page = runner.invoke(cli.app, words).stdout
+    assert f"{expected['ms']:,.4g} ms a round; no run beats the bound of {bound['ms']:,.4g} ms" in page
+    assert "…" not in page
+
+
+def test_rates_of_an_older_doctor_still_have_their_bound(rates: Path) -> None:
+    document = on_the_host(rates)
+    document["rows"] = [row for row in document["rows"] if "rows of 512" not in row["name"]]
+    for row in document["disk"]:
+        del row["core_bytes_per_s"]
+    rates.write_text(json.dumps(document), encoding="utf-8")
+    words = ["plan", "--model", "SmolLM2-135M", "--context", "4k", "--config", "laptop", "--dtype", "float32"]
+    words += ["--rates", str(rates), "--threads", "1"]
+    found = json.loads(runner.invoke(cli.app, [*words, "--json"]).stdout)
+    row = found["rows"][-1]
+    assert row["predicted_decode"]["ms"] > 0
+    assert row["expected_decode"]["ms"] is None and "attention" in row["expected_decode"]["unmeasured"]
+    assert any(
+        "only the bound is told of decode: the rates have nothing for weights" in note for note in found["notes"]
+    )
+    page = runner.invoke(cli.app, words)
+    assert page.exit_code == 0 and "expected:" not in page.stdout
+
+
+def test_gathered_has_its_bound_and_says_why_no_more(tmp_path: Path, measured: Any) -> None:
+    found = facts(compute=measured, decoding=SPEED)
+    rates, config = tmp_path / "rates.json", tmp_path / "gathered.yaml"
+    document = Report(found, propose(found, None), "", [], [], True, 1.0).document()
+    rates.write_text(json.dumps(document), encoding="utf-8")
+    config.write_text("attention: gathered\ntiers: {gpu: {budget: 2GiB}}\n", encoding="utf-8")
+    words = ["plan", "--model", "SmolLM2-135M", "--context", "4k", "--config", str(config), "--rates", str(rates)]
+    row = json.loads(runner.invoke(cli.app, [*words, "--json"]).stdout)["rows"][-1]
+    assert row["expected_decode"] is None and row["predicted_decode"]["ms"] > 0
+    assert "does not measure how attention: gathered attends" in " ".join(runner.invoke(cli.app, words).stdout.split())
+
+
 def test_the_doctor_measures_what_decoding_and_prefill_need(measured: Any) -> None:
     assert torch.get_num_threads() == 1  # as tests/conftest.py has it
     names = {str(dtype).removeprefix("torch.") for dtype in DTYPES}
     assert {rate.dtype for rate in measured} == names
-    assert all(rate.read_bytes_per_s > 0 and rate.flop_per_s > 0 for rate in measured)
+    assert all(rate.read_bytes_per_s > 0 and rate.flop_per_s > 0 and rate.narrow_bytes_per_s > 0 for rate in measured)
     out = io.StringIO()
     found = facts(compute=measured)
     print_report(Report(found, propose(found, None), "", [], [], True, 1.0), Console(file=out, width=200))
