@@ -40,6 +40,11 @@ class HostShare:
         """Slices a second that the CPU attends to."""
         self._last = self.FIRST_FRAC
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the cpu tier is read where it lies, as fast as the gpu tier."""
+        return self._is_on_host and self._mode is not HostAttention.NEVER
+
     def frac(self) -> float:
         """The share, from 0.0 to 1.0. Where both end at the same time: `host / (host + link)` of their rates."""
         if self._mode is HostAttention.NEVER:

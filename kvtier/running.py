@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from operator import itemgetter
+from itertools import chain
 
 from kvtier.errors import IntegrityError
 from kvtier.residency import ResidencyTable
@@ -22,9 +21,8 @@ class RunningBlocks(Set[BlockId]):
         self._rows: set[SequenceId] = set()
         self._num_rows: dict[BlockId, int] = {}
         self._num_copies: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        self._below_gpu: dict[Tier, dict[BlockId, int]] = {tier: {} for tier in Tier if tier is not Tier.GPU}
-        """By the fastest tier that has them, where that is not the gpu tier; each with its turn to come up."""
-        self._next_turn = 0
+        self._below_gpu: dict[Tier, dict[BlockId, None]] = {tier: {} for tier in Tier if tier is not Tier.GPU}
+        """By the fastest tier that has them, where that is not the gpu tier; in the order of their turns to come up."""
 
     @classmethod
     def _from_iterable(cls, it: Iterable[BlockId]) -> set[BlockId]:  # type: ignore[override]  # of operators
@@ -101,8 +99,7 @@ class RunningBlocks(Set[BlockId]):
 
     def _list(self, block: BlockId, fastest: Tier | None) -> None:
         if fastest is not None and fastest is not Tier.GPU:
-            self._below_gpu[fastest][block] = self._next_turn
-            self._next_turn += 1
+            self._below_gpu[fastest][block] = None
 
     def _unlist(self, block: BlockId) -> None:
         for listed in self._below_gpu.values():
@@ -120,14 +117,14 @@ class RunningBlocks(Set[BlockId]):
         count = len(self._below_gpu[Tier.NVME])
         return count + len(self._below_gpu[Tier.CPU]) if tier is Tier.GPU else count if tier is Tier.CPU else 0
 
-    def below(self, tier: Tier, is_readable: Callable[[Tier], bool]) -> Iterator[BlockId]:
-        """Blocks whose fastest copy lies below `tier`, on a tier that can be read, in the order in which they got
-        there, or came to run. O(1) for each that is taken."""
-        slower = [each for each in self._below_gpu if each > tier and self._below_gpu[each] and is_readable(each)]
-        if len(slower) < 2:
-            return iter(self._below_gpu[slower[0]]) if slower else iter(())
-        merged = heapq.merge(*(self._below_gpu[each].items() for each in slower), key=itemgetter(1))
-        return (block for block, _ in merged)
+    def below(self, tier: Tier, is_wanted: Callable[[Tier], bool]) -> Iterator[BlockId]:
+        """Blocks whose fastest copy lies below `tier`, on a tier that is wanted: those on the slowest tier first, for
+        reading one of them at each token costs most; of one tier in the order in which they got there, or came to run.
+
+        O(1) for each that is taken.
+        """
+        slower = [each for each in self._below_gpu if each > tier and self._below_gpu[each] and is_wanted(each)]
+        return chain.from_iterable(self._below_gpu[each] for each in sorted(slower, reverse=True))
 
     def check_integrity(self, rows: Mapping[SequenceId, Sequence[BlockId]]) -> None:
         """Raise IntegrityError unless these rows run, with these blocks, and copies agree."""

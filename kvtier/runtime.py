@@ -206,6 +206,7 @@ class Runtime:
         limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
         slabs = {t: LayerViews.of(s, dtype) for t, s in self.stores.items() if isinstance(s, SlabStore)}
         share = HostShare(config.host_attention, is_on_host=not device.is_async, link_per_s=self._link_slices_s)
+        self.manager.upkeep.reads_in_place = share.is_in_place
         self.executor = StepExecutor(group, self.manager, slabs, ring, self.metrics, self.mode, limits, share)
         for tier, store in self.stores.items():
             logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)

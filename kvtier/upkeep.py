@@ -8,7 +8,7 @@ from itertools import islice
 
 from kvtier.keeping import Keeper
 from kvtier.placement import Placement
-from kvtier.types import BlockId, MovePurpose, Tier
+from kvtier.types import BlockId, MovePurpose, Slot, Tier
 
 
 class Upkeep:
@@ -24,6 +24,10 @@ class Upkeep:
         """Tiers whose blocks can go further down."""
         self.step_slots = 0
         """Slots of the gpu tier that a step of one row takes at most: as many are made free ahead, within `low`."""
+        self.reads_in_place = False
+        """Attention reads the cpu tier where it lies, as fast as the gpu tier: coming up from there gains but room."""
+        self._last_promoted: dict[Tier, Slot] = {}
+        """Where the last block came up to: the next is put beside it, for a run of slots is one call of attention."""
         # Bounded: a block that is forgotten here is copied down when it is demoted.
         self._to_copy_down: deque[BlockId] = deque(maxlen=4096)
 
@@ -84,7 +88,11 @@ class Upkeep:
             placement.start(block, MovePurpose.WRITE_BEHIND, Tier.GPU, Tier.CPU, slot)
 
     def _promote(self) -> None:
-        """Bring running sequences' blocks up while there is room below `low`; idle sequences' blocks make room."""
+        """Bring running sequences' blocks up while there is room below `low`; idle sequences' blocks make room.
+
+        A slot goes to the block that is most expensive where it lies: each is read once at every token, so all of one
+        tier are worth the same.
+        """
         placement = self._placement
         for tier in (Tier.GPU, Tier.CPU):
             if not placement.running_blocks.num_below(tier):
@@ -97,19 +105,29 @@ class Upkeep:
             room = int(placement.watermarks[tier].low_frac * pool.ceiling) - staying
             if room <= 0:
                 room = placement.give_up(tier, len(spilled), idle_only=True, early=True)
-            for block in spilled[: max(0, room)]:
+            coming = spilled[: max(0, room)]
+            for number, block in enumerate(coming):
                 record = placement.residency[block]
                 if record.move is not None:  # itself demoted to make this room
                     continue
                 fastest = record.fastest
-                slot = None if fastest is None else pool.take()
+                before = self._last_promoted.get(tier)
+                slot = None if fastest is None else pool.take_near(before, len(coming) - number)
                 if fastest is None or slot is None:
                     break
+                self._last_promoted[tier] = slot
                 placement.start(block, MovePurpose.PROMOTE, fastest, tier, slot)
 
     def _spilled(self, tier: Tier) -> Iterator[BlockId]:
-        """Running blocks that could come up to `tier`, those first that have been below it longest."""
+        """Running blocks that had better come up to `tier`, the most worthwhile first."""
         placement = self._placement
-        for block in placement.running_blocks.below(tier, placement.is_readable):
+        for block in placement.running_blocks.below(tier, self._is_worth_leaving):
             if placement.residency[block].move is None and block not in placement.unreadable:
                 yield block
+
+    def _is_worth_leaving(self, tier: Tier) -> bool:
+        placement = self._placement
+        if not placement.is_readable(tier):
+            return False
+        pool, mark = placement.pools[tier], placement.watermarks.get(tier)
+        return tier is not Tier.CPU or not self.reads_in_place or mark is None or pool.used_frac > mark.low_frac

@@ -1,4 +1,4 @@
-"""A family's 16-bit model with its full attention computed in fp32 and rounded once: what blockwise attention is held to.
+"""A family's 16-bit model whose full attention is computed in fp32 and rounded once: blockwise attention is held to it.
 
 torch's CPU kernel rounds the softmax weights to 16 bits, in every chunk size alike: docs/adr/0009-sixteen-bits.md.
 """

@@ -11,6 +11,7 @@ from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError, UnsupportedError
 from kvtier.metrics import SequenceMetrics
+from kvtier.placement import Watermark
 from kvtier.policies.mru import MRU
 from kvtier.residency import BlockState
 from kvtier.step import NewColumns, StepState
@@ -343,6 +344,49 @@ def test_idle_blocks_make_room_for_promotions_and_push_no_running_block_down() -
     house.drain()
     assert sum("gpu" in place for place in house.tiers_of(running)) == 2
     assert not any("gpu" in place for place in house.tiers_of(idle))
+    house.check()
+
+
+def test_a_slot_goes_to_what_is_read_from_the_slowest_tier() -> None:
+    house = build(gpu=8, cpu=8, nvme=8, low_frac=0.0)
+    batch = house.filled(28)
+    house.placement.give_up(Tier.GPU, 6)
+    house.drain()
+    house.placement.give_up(Tier.CPU, 3)
+    house.drain()
+    assert house.tiers_of(batch).count("nvme") == house.tiers_of(batch).count("cpu") == 3
+    on_nvme = [number for number, tier in enumerate(house.tiers_of(batch)) if tier == "nvme"]
+    house.placement.watermarks[Tier.GPU] = Watermark(1.0, 0.5)  # room for three
+    house.manager.enter(batch)
+    for _ in range(5):
+        house.manager.poll()
+        house.drain()
+    assert all(house.tiers_of(batch)[number] == "gpu+nvme" for number in on_nvme)
+    assert house.tiers_of(batch).count("cpu") == 3
+    slots = [house.placement.residency[batch.tables[0].blocks[number]].gpu_slot for number in on_nvme]
+    assert sorted(slot for slot in slots if slot is not None) == list(range(min(slots), min(slots) + 3))  # type: ignore[type-var]
+    house.check()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_blocks_that_are_read_in_place_come_up_only_where_their_room_is_needed(in_place: bool) -> None:
+    house = build(gpu=8, cpu=4, nvme=8, low_frac=0.0)
+    batch = house.filled(12)
+    house.placement.give_up(Tier.GPU, 3)
+    house.drain()
+    assert house.tiers_of(batch) == ["cpu"] * 3
+    house.placement.watermarks = {Tier.GPU: Watermark(1.0, 1.0), Tier.CPU: Watermark(1.0, 0.8)}
+    house.manager.upkeep.reads_in_place = in_place
+    house.manager.enter(batch)
+    for _ in range(3):
+        house.manager.poll()
+        house.drain()
+    assert house.tiers_of(batch) == (["cpu"] * 3 if in_place else ["gpu+cpu"] * 3)
+    house.placement.watermarks[Tier.CPU] = Watermark(1.0, 0.5)
+    for _ in range(3):
+        house.manager.poll()
+        house.drain()
+    assert all("gpu" in place for place in house.tiers_of(batch))
     house.check()
 
 
