@@ -4,6 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q $(PYTEST_ARGS)
 STAMP := .venv/.installed
 # What pyproject.toml states: chunked prefill of a filled cache is wrong in plain transformers before it.
 OLDEST := 5.22.0
@@ -12,12 +13,13 @@ CODE := kvtier policies configs benchmarks docs tests
 # pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
 PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
 
-.PHONY: help install demo test check compat fix docs matrix mutants crash bench wheel-test test-cuda bench-cuda
+.PHONY: help install demo test test-all check compat fix docs matrix mutants crash bench wheel-test test-cuda bench-cuda
 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
 	@echo "make demo        a soak run on SmolLM2 under tiny budgets: must end with 'pass' (under 5 minutes)"
-	@echo "make test        the tests (about 18 minutes on 2 cores)"
+	@echo "make test        the tests (about 10 minutes on 2 cores)"
+	@echo "make test-all    the tests with every case of every product, and more rounds (about 20 minutes on 2 cores)"
 	@echo "make check       lint, types, layers, then the tests: what CI runs"
 	@echo "make compat      the contract tests on the oldest transformers that is supported, then on the newest"
 	@echo "make fix         mend formatting and what ruff can"
@@ -50,8 +52,12 @@ demo: install
 # Two workers, as tests run torch with one thread each (tests/conftest.py); a file stays on one worker, so that what its
 # fixtures build is built once. In the order of the folders: by number of tests, which is xdist's own order, the stateful
 # ones and the power losses (few tests, and long) would come last, and one worker would wait for the other.
+# Of the tests marked `sampled` a part of the cases, which tests/sample.py chooses; test-all has them all.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q $(PYTEST_ARGS)
+	KVTIER_TEST_SAMPLE=1 $(PYTEST)
+
+test-all: install
+	$(PYTEST)
 
 check: install
 	$(BIN)/ruff check $(CODE)
