@@ -155,7 +155,15 @@ BROKEN: dict[type, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("broken", "mode"), [(broken, mode) for broken, modes in BROKEN.items() for mode in modes])
+# In a sample each mode finds the one that breaks in all of them, and each of the others is found in two.
+@pytest.mark.parametrize(
+    ("broken", "mode"),
+    [
+        (broken, mode)
+        for broken, modes in BROKEN.items()
+        for mode in modes[: rounds(len(modes), len(modes) if broken is TakesAnotherBlock else 2)]
+    ],
+)
 def test_what_is_broken_is_found(broken: Callable[..., Any], mode: str) -> None:
     """In 16 bits, whose tolerance is a thousand times that of 32."""
     model, plain = tiny("llama", torch.bfloat16), reference(mode, "llama", "bf16")
