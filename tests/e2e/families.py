@@ -134,7 +134,12 @@ ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}
 def tiny(family: str = "llama", dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
     """The family's model, the same object at every call: a test that wraps it must close the wrapper."""
     config, values = FAMILIES[family]
-    return tiny_from(config, dtype, attention or ATTENTION.get(family, "sdpa"), **values)
+    model = tiny_from(config, dtype, attention or ATTENTION.get(family, "sdpa"), **values)
+    _tiny_models.append(model)
+    return model
+
+
+_tiny_models: list[Any] = []
 
 
 def tiny_from(
@@ -230,7 +235,26 @@ GREEDY: dict[str, Any] = {
 def plain_turns(
     model: Any, turns: int = 3, seed: int = 0, chunk: int = CHUNK, prompt: int = 300, **kwargs: Any
 ) -> list[Any]:
-    """A conversation on a DynamicCache: per turn the prompt that was given and what `generate` returned."""
+    """A conversation on a DynamicCache: per turn the prompt that was given and what `generate` returned.
+
+    That of a model of `tiny` is run once: tests that ask for the same share it, and must not change it.
+    """
+    if any(model is each for each in _tiny_models):
+        answers = _turns_of_tiny(model, turns, seed, chunk, prompt, tuple(sorted(kwargs.items())))
+    else:
+        answers = _run_turns(model, turns, seed, chunk, prompt, kwargs)
+    torch.manual_seed(turns)  # whether or not it was run here: what a test draws next is always the same
+    return list(answers)
+
+
+@functools.cache
+def _turns_of_tiny(
+    model: Any, turns: int, seed: int, chunk: int, prompt: int, kwargs: tuple[tuple[str, Any], ...]
+) -> list[Any]:
+    return _run_turns(model, turns, seed, chunk, prompt, dict(kwargs))
+
+
+def _run_turns(model: Any, turns: int, seed: int, chunk: int, prompt: int, kwargs: dict[str, Any]) -> list[Any]:
     cache = DynamicCache(config=model.config)
     ids, answers = tokens(prompt, seed), []
     for turn in range(turns):

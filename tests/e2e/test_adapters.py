@@ -95,6 +95,7 @@ def without_a_task(model: Any) -> Any:
     return peft.get_peft_model(model, lora())
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("way", [through_peft, through_transformers, without_a_task])
 def test_every_way_to_add_an_adapter(way: Callable[[Any], Any], mode: str, tmp_path: Path) -> None:
@@ -154,6 +155,7 @@ CHANGES_AND_BACK: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("name", CHANGES_AND_BACK)
 def test_a_change_is_noticed_and_one_back_makes_the_cache_good_again(name: str, mode: str, tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ CALLS: dict[str, Case] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_cannot_be_honoured(name: str, chat: Chat) -> None:
     call, error, message = CALLS[name]

@@ -49,6 +49,7 @@ def test_both_sides_of_a_fork_go_on_exactly_and_share_blocks(tiered: TieredKV) -
     assert occupied(tiered) == -(-cache.get_seq_length() // BLOCK)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keep", [319, 318, 304, 303, 161, 160, 159, 1, 0])
 def test_crop_then_go_on(tiered: TieredKV, keep: int) -> None:
     """319 tokens are held; most of the blocks that a crop cuts into were demoted long ago."""

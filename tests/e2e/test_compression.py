@@ -40,6 +40,7 @@ def assert_compressed(tiered: TieredKV) -> None:
     assert tiered.stats()["moves_failed"] == 0
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("path", ["kept", "temporary"])
 def test_three_turns(path: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from kvtier.host_attention import HostAttender, HostShare, Pieces
 from kvtier.stores.gpu import GpuStore
 from kvtier.testing import FakeDevice, Wait
 from kvtier.types import Tier
+from tests.sample import rounds
 
 CONFIG = {
     "block_tokens": 16,
@@ -114,7 +115,10 @@ def _device(monkeypatch: pytest.MonkeyPatch, seed: int, leaves_out: Collection[W
     return device
 
 
-@pytest.mark.parametrize(("mode", "first"), [*(("blockwise", n) for n in range(0, 28, 4)), ("gathered", 28)])
+# Any one schedule sees a wait that is missing: test_a_wait_that_is_left_out_gives_wrong_logits.
+@pytest.mark.parametrize(
+    ("mode", "first"), [*(("blockwise", n) for n in range(0, rounds(28, 12), 4)), ("gathered", 28)]
+)
 def test_every_schedule_gives_the_same_logits(
     model: LlamaForCausalLM, prompts: list[torch.Tensor], plain: list[list[torch.Tensor]],
     monkeypatch: pytest.MonkeyPatch, mode: str, first: int,

@@ -74,6 +74,7 @@ def run_turns(model: Any, config: dict[str, Any], mode: str, turns: list[Any], *
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("family", LONG)
 def test_three_turns(family: str, mode: str, tmp_path: Path) -> None:
@@ -90,6 +91,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("config", [LlamaConfig, Qwen3Config], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -134,6 +136,7 @@ def test_eager_attention(mode: str, tmp_path: Path) -> None:
 # -- policies, tiers and sizes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("policy", ["lru", "fifo", "mru", "recency"])
 def test_every_eviction_policy(policy: str, mode: str, tmp_path: Path) -> None:
@@ -157,6 +160,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_tiers(layout: str, mode: str, tmp_path: Path) -> None:
@@ -166,6 +170,7 @@ def test_every_layout_of_tiers(layout: str, mode: str, tmp_path: Path) -> None:
     run_turns(model, config, mode, plain_turns(model, turns=2, chunk=chunk))
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("chunk", [1, 7, 50])
 def test_chunks_that_are_no_multiple_of_a_block(chunk: int, mode: str, tmp_path: Path) -> None:
@@ -174,6 +179,7 @@ def test_chunks_that_are_no_multiple_of_a_block(chunk: int, mode: str, tmp_path:
     run_turns(model, config, mode, plain_turns(model, turns=2, chunk=chunk))
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("block_tokens", [BLOCK, 64])
 @pytest.mark.parametrize("length", [1, 15, 16, 17])
@@ -219,6 +225,7 @@ def test_hidden_states_are_whole_when_few_logits_are_kept(tmp_path: Path) -> Non
             assert_close(ours, plain, "blockwise", "hidden states")
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("keyword", ["cache", "past_key_values"])
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
@@ -237,6 +244,7 @@ def test_a_decoding_loop_by_hand(keyword: str, mode: str, tmp_path: Path) -> Non
         assert_came_back_from_nvme(tiered, cache)
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "granitemoehybrid"])

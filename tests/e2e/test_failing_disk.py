@@ -96,6 +96,7 @@ def broken(tiered: TieredKV, trouble: Trouble) -> str:
     return "[Errno 5]"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("begin", [read_only, no_permission, no_descriptors, broken])
 def test_generation_goes_on_while_writes_fail_and_writes_resume(

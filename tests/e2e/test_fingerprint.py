@@ -26,6 +26,7 @@ from kvtier.labels import Fingerprint, Labels
 from kvtier.stores.nvme import NvmeStore
 from kvtier.types import SlotLabel, Tier
 from tests.e2e.families import ATTENTION, BLOCK, FAMILIES, GREEDY, assert_same, small_config, tiny, tiny_from, tokens
+from tests.sample import rounds
 
 LLAMA = FAMILIES["llama"][1]
 
@@ -82,7 +83,7 @@ for model in (llama(), adapted().get_base_model()):
 
 def test_the_same_in_processes_of_other_hash_seeds() -> None:
     here = [namespace(llama()).hex(), namespace(adapted().get_base_model()).hex()]
-    for seed in ("0", "12345"):
+    for seed in ("12345", "0")[: rounds(2, 1)]:
         environment = {"PYTHONHASHSEED": seed, "PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM], env=environment, cwd=Path(__file__).parents[2], capture_output=True,

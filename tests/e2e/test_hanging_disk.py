@@ -159,6 +159,7 @@ def on_nvme_alone(tiered: TieredKV, cache: TieredCache) -> list[BlockId]:
 # -- goes on -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("begin", [reads, writes, both])
 def test_three_turns_while_the_disk_hangs_and_one_when_it_answers(
@@ -202,6 +203,7 @@ def test_three_turns_while_the_disk_hangs_and_one_when_it_answers(
     assert not [r for r in caplog.records if "still hang" in r.getMessage()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["deep", "gemma3", "granitemoehybrid"])
 def test_one_read_hangs(family: str, mode: str, tmp_path: Path) -> None:

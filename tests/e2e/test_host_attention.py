@@ -27,6 +27,7 @@ def turn_by_turn(tiered: TieredKV, turns: list[Any], mode: str = "blockwise") ->
     return tiered.stats()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["never", "auto"])
 @pytest.mark.parametrize("mode", ["blockwise", "gathered"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,6 +66,7 @@ def test_only_never_copies_slices_of_the_cpu_tier(
         assert stats["tiers"]["cpu"]["slices_read"] > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("frac", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beside_a_device_every_share_gives_the_same_logits(

@@ -56,6 +56,7 @@ def restore(path: Path, content: bytes, damaged: bytes) -> None:
     os.close(fd)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("damage", [flip, truncate])
 def test_damaged_files_raise_if_the_config_says_so(damage: Callable[[Path], None], mode: str, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_without_the_checksum_the_same_faults_are_wrong_tokens(tmp_path: Path) -
         assert store.injected and recomputed(tiered) == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("family", "rate"), [("llama", 0.002), ("opt", 0.002), ("gemma3", 0.0015)])
 def test_padded_rows(family: str, rate: float, mode: str, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_beams(mode: str, tmp_path: Path) -> None:
 # -- broken files ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("damage", [flip, truncate])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granitemoehybrid"])
@@ -216,6 +218,7 @@ def to_nvme(tiered: TieredKV) -> None:
     assert all(placement.residency[block].fastest is Tier.NVME for block in placement.residency.blocks())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_lost_tail(family: str, mode: str, tmp_path: Path) -> None:
@@ -266,6 +269,7 @@ def test_a_block_that_could_not_be_promoted_is_mended_before_the_next_step(tmp_p
 # -- what fails, fails as a whole --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "granitemoehybrid"])
 def test_when_every_read_fails_it_ends(family: str, mode: str, tmp_path: Path) -> None:

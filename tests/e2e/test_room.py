@@ -118,6 +118,7 @@ def test_calls_outside_of_generate_do_not_drop_what_they_recompute(family: str, 
                 tiered.check_integrity()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma3"])
 def test_padded_rows(family: str, mode: str, tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ class Twin:
         self.tiered.check_integrity()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("left", [True, False])
 def test_padded_rows_turn_after_turn(left: bool, tiered: TieredKV) -> None:
     twin = Twin(tiered, 3)
@@ -288,6 +289,7 @@ class Raises(LogitsProcessor):
         return scores
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
 def test_an_error_in_a_logits_processor_leaves_no_pin_and_no_slot(how: dict[str, Any], tiered: TieredKV) -> None:
     ids = tokens(150)

@@ -96,6 +96,7 @@ def test_an_edit_anywhere_keeps_exactly_what_lies_before(at: int, tmp_path: Path
 @pytest.mark.parametrize("how", [
     {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 4},
 ], ids=str)  # fmt: skip
+@pytest.mark.sampled
 def test_other_modes_go_on_with_what_is_held(how: dict[str, Any], tiered: TieredKV) -> None:
     chat, ids = tiered.session("x"), tokens(120)
     for turn in range(3):

@@ -131,6 +131,7 @@ def _use(tiered: TieredKV, in_session: bool) -> tuple[Any, Callable[..., Any]]:
     return cache, lambda ids, **kwargs: tiered.generate(ids, cache=cache, **kwargs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["criterion", "processor", "thread"])
 @pytest.mark.parametrize(
     ("change", "in_session"),
@@ -151,6 +152,7 @@ def test_a_cache_that_generate_works_with_is_not_changed(
     assert_same(generate(IDS, **ANSWER), plain(tiered.model, IDS), "blockwise")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["criterion", "processor", "thread"])
 @pytest.mark.parametrize("in_session", [False, True], ids=["cache", "session"])
 def test_a_forward_with_the_cache_that_generate_works_with(in_session: bool, how: str, tiered: TieredKV) -> None:
@@ -169,6 +171,7 @@ def test_a_forward_with_the_cache_that_generate_works_with(in_session: bool, how
     assert_same(generate(full, **ANSWER), plain(tiered.model, full), "blockwise")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["criterion", "processor", "thread"])
 @pytest.mark.parametrize("in_session", [False, True], ids=["cache", "session"])
 def test_fork_and_stats_are_free_while_generate_runs(in_session: bool, how: str, tiered: TieredKV) -> None:
@@ -180,6 +183,7 @@ def test_fork_and_stats_are_free_while_generate_runs(in_session: bool, how: str,
     assert_same(tiered.generate(full, cache=twin, **ANSWER), plain(tiered.model, full), "blockwise")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("in_session", [False, True], ids=["cache", "session"])
 def test_transformers_own_crops_and_reorders_go_on(in_session: bool, family: str, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def footprint(model: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled
 @both_modes
 @pytest.mark.parametrize(
     ("family", "attention"),
@@ -237,6 +238,7 @@ def raise_at_call(number: int, error: BaseException) -> Callable[..., None]:
     return hook
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("error", [RuntimeError("a hook failed"), KeyboardInterrupt(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("held", [0, 1], ids=["a new cache", "second turn"])
 def test_an_exception_in_the_third_chunk_leaves_the_cache_as_it_was(

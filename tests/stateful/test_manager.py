@@ -35,14 +35,15 @@ from kvtier.residency import BlockState
 from kvtier.sequences import Beginning
 from kvtier.step import NewColumns, RowStep, Step
 from kvtier.types import BlockId, MovePurpose, Tier
+from tests.sample import rounds
 from tests.small_tiers import BROKEN_POLICIES, POLICIES, Everything, FakeModel, House, build, columns
 from tests.stateful.machine import Machine, run
 
 BLOCK_TOKENS = 4
 MAX_BATCHES = 6
 MAX_ROWS = 9  # of all batches together
-# tests/mutants.py wants a failure fast, a person wants it small.
-NUM_EXAMPLES = int(os.environ.get("KVTIER_TEST_EXAMPLES", "500"))
+# tests/mutants.py finds its bugs in 150. It wants a failure fast, a person wants it small.
+NUM_EXAMPLES = int(os.environ.get("KVTIER_TEST_EXAMPLES", rounds(500, 200)))
 PHASES = [Phase.generate] if "KVTIER_TEST_FAST" in os.environ else [Phase.generate, Phase.shrink]
 EXPECTED = (CapacityError, BlockLostError, TransferTimeoutError)
 
