@@ -85,7 +85,7 @@ def test_a_conversation_that_only_the_disk_has_room_for(mode: str, tmp_path: Pat
         assert_same(tiered.generate(turns[0][0], cache=cache, **GREEDY), turns[0][1], mode)
         held = cache.get_seq_length()
         with pytest.raises(CapacityError, match=r"tiers\.nvme\.max_writes, \S+/h, is used up"):
-            tiered.generate(torch.cat([turns[0][1].sequences, tokens(300, 3)], dim=1), cache=cache, **GREEDY)
+            tiered.generate(torch.cat([turns[0][1].sequences, tokens(420, 3)], dim=1), cache=cache, **GREEDY)
         assert cache.get_seq_length() >= held and sum(written) <= limit_bytes(model)
         tiered.check_integrity()
         cache.crop(held - cache.get_seq_length())
