@@ -54,8 +54,8 @@ def config_for(case: str, prompt_bytes: int, folder: Path, **values: Any) -> dic
     """Budgets in prompts; part of the gpu tier's is for scratch and ring. `folder`: of the case `persistent`."""
     tiers: dict[str, Any] = {"gpu": {"budget": 7 * prompt_bytes}}
     if case != "gpu":
-        # What `auto` takes unmeasured for files of less than 1 GiB is the page cache, from which the kernel writes later,
-        # on nobody's account; for the larger ones of real use it measures.
+        # What `auto` takes unmeasured for files of less than 1 GiB is the page cache, from which the kernel writes
+        # later, on nobody's account; for the larger ones of real use it measures.
         nvme = {"budget": 4 * prompt_bytes + (128 << 10), "io": "direct"}
         tiers |= {"cpu": {"budget": 2 * prompt_bytes}, "nvme": nvme}
     if case == "persistent":
