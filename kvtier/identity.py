@@ -12,6 +12,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 DIGEST_BYTES = 32
 
@@ -56,24 +57,37 @@ def canonical(value: object) -> bytes:
         TypeError: any other type.
     """
     match value:
-        case None:
-            return framed([("none", b"")])
-        case bool():
-            return framed([("bool", b"\1" if value else b"\0")])
+        case None | bool():
+            return _canonical_word(value)
+        case str():
+            return _canonical_word(str.__str__(value))  # a subclass may find equal what is not
         case int():
             return framed([("int", b"%d" % value)])
         case float():
             return framed([("float", struct.pack("<d", value))])
-        case str():
-            return framed([("str", str.encode(value, errors="surrogatepass"))])
         case bytes():
             return framed([("bytes", value)])
         case list() | tuple():
-            return framed([("list", framed(("", canonical(each)) for each in value))])
+            return framed([("list", _framed_parts(map(canonical, value)))])
         case dict():
             entries = sorted((canonical(key), canonical(each)) for key, each in value.items())
-            return framed([("dict", framed(("", part) for entry in entries for part in entry))])
+            return framed([("dict", _framed_parts(chain.from_iterable(entries)))])
     raise TypeError(f"a {type(value).__name__} has no canonical encoding")
+
+
+@functools.lru_cache(maxsize=1024)
+def _canonical_word(value: bool | str | None) -> bytes:
+    """Of what is unequal wherever its encoding is (not numbers: 0.0 is -0.0, and 1 is True). A model's description has
+    the same few words a thousand times."""
+    if isinstance(value, str):
+        return framed([("str", str.encode(value, errors="surrogatepass"))])
+    return framed([("none", b"")]) if value is None else framed([("bool", b"\1" if value else b"\0")])
+
+
+def _framed_parts(parts: Iterable[bytes]) -> bytes:
+    """As `framed`, of fields without a name."""
+    nameless = _framed_name("")
+    return b"".join([nameless + _LENGTH(len(part)) + part for part in parts])
 
 
 def token_content(ids: array[int], positions: Sequence[int], padding: Sequence[tuple[int, int]]) -> bytes:

@@ -198,11 +198,11 @@ class Placement(Mover):
 
         Up to `most` of its slots are then free, for as many blocks of `tier` as may leave it. Arguments: as `give_up`.
         """
-        views = [Evictable(self, tier, running) for running in ((False,) if idle_only else (False, True))]
-        most = sum(len(self._victims(tier, most, view)) for view in views)
         below = [other for other in self.pools if other > tier and self.takes(other, early=True)]
-        if below and not any(self.pools[other].num_free or self._leaving[other] for other in below):
-            self.evict_cached(max(below), most)
+        if not below or any(self.pools[other].num_free or self._leaving[other] for other in below):
+            return
+        views = [Evictable(self, tier, running) for running in ((False,) if idle_only else (False, True))]
+        self.evict_cached(max(below), sum(len(self._victims(tier, most, view)) for view in views))
 
     def _drop_idle(self, tier: Tier, num_slots: int) -> bool:
         """Drop that many idle blocks, so that as many slots of `tier` can be had. False, and nothing done: too few.

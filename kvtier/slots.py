@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, MutableSet, Sequence
+from itertools import accumulate
 
 from kvtier.errors import IntegrityError
 from kvtier.types import Slot
@@ -67,6 +68,8 @@ class SlotPool:
         self._held: dict[int, None] = {}  # in the order to hand out
         self._num_passed = 0  # held slots below _fresh
         self._retired: set[int] = set()  # below _ceiling, and not handed out until there is room
+        self._last_near = 0
+        """What `take_near` handed out last."""
         self.peak_used = 0
 
     @property
@@ -114,15 +117,20 @@ class SlotPool:
     def take_near(self, before: Slot | None, num_slots: int) -> Slot | None:
         """Hand out the slot behind `before`, or where that is not to be had, one from which on `num_slots` are free.
 
-        Of several such runs the shortest, else the longest, as far as is looked; where slots are held back, the lowest
-        slot. None: no slot is free. O(1): some hundreds of free slots are looked at.
+        Of several such runs the shortest. Where there is none, one of those that make the fewest runs of as many
+        slots: the next behind what was handed out here last, so that what comes and goes in turns goes round the tier,
+        and is not taken apart further each time. Where slots are held back, the lowest slot. None: no slot is free.
+        O(1): some hundreds of free slots are looked at.
         """
         if self._held:
             return self.take()
         if before is not None and self.claim(Slot(before + 1)):
-            return Slot(before + 1)
-        start = self._start_of_run(num_slots)
-        return start if start is not None and self.claim(start) else self.take()
+            slot: Slot | None = Slot(before + 1)
+        else:
+            start = self._start_of_run(num_slots)
+            slot = start if start is not None and self.claim(start) else self.take()
+        self._last_near = self._last_near if slot is None else slot
+        return slot
 
     def _start_of_run(self, num_slots: int) -> Slot | None:
         """Among slots that were given back, and those that never were handed out, which are one run, the last."""
@@ -137,8 +145,14 @@ class SlotPool:
             length, first = runs.pop() if joins else (0, self._fresh)
             runs.append((length + self._ceiling - self._fresh, first))
         fitting = [run for run in runs if run[0] >= num_slots]
-        best = min(fitting) if fitting else max(runs, key=lambda run: (run[0], -run[1]), default=None)
-        return None if best is None else Slot(best[1])
+        if fitting:
+            return Slot(min(fitting)[1])
+        # One that leaves no more than the other longest ones have room for.
+        lengths = sorted((length for length, _ in runs), reverse=True)
+        num_runs = next((n for n, total in enumerate(accumulate(lengths), 1) if total >= num_slots), len(runs))
+        least = num_slots - sum(lengths[: num_runs - 1])
+        good = [(sum(run) <= self._last_near, run[1]) for run in runs if run[0] >= min(least, lengths[0])]
+        return Slot(min(good)[1]) if good else None
 
     def claim(self, slot: Slot) -> bool:
         """Hand out this very slot, for the sake of what lies in it; whether it was there to be had.

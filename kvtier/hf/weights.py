@@ -243,7 +243,7 @@ class _Tensors:
         self._storages = [_storage(tensor) for tensor in tensors]
         self._watched = [storage.cdata for storage in self._storages]
         chosen = _spread(tensors) + _spread(adapters)
-        self._samples = [tensor[(-1,) * (tensor.ndim - 1)][:4] for tensor in chosen]
+        self._samples = [_few(tensor.detach()) for tensor in chosen]
         if self._samples:
             self._bits = torch.cat(self._samples).view(torch.uint8)  # as bits: a NaN is equal to itself
 
@@ -262,6 +262,7 @@ class _Tensors:
 
 
 _NUM_SAMPLES = 16
+_FIRST_FEW = (slice(None, 4),)
 
 _COLLECTING = "transformers.utils.output_capturing"
 
@@ -300,13 +301,19 @@ def _spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _usable(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    usable = [t.detach() for t in tensors if t.is_floating_point() and t.ndim and t.numel() and not t.is_meta]
+    usable = [t for t in tensors if t.is_floating_point() and t.ndim and t.numel() and not t.is_meta]
     return [tensor for tensor in usable if tensor.device == usable[0].device]
 
 
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """Some of its values, as a view."""
+    return tensor[(-1,) * (tensor.ndim - 1) + _FIRST_FEW]
+
+
+@torch.no_grad()
 def _values(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A few of each, as bits. Copies: a view would keep the memory of what is replaced."""
-    chosen = [tensor[(-1,) * (tensor.ndim - 1)][:4] for tensor in _usable(tensors)]
+    chosen = [_few(tensor) for tensor in _usable(tensors)]
     return torch.cat(chosen).view(torch.uint8) if chosen else torch.empty(0, dtype=torch.uint8)
 
 

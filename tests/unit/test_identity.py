@@ -477,3 +477,16 @@ def test_a_change_that_is_found_refutes_what_was_sealed_under_a_salt_that_is_no_
     assert [labels.label(each) for each in sealed] == [None] * 6
     again = labels.seal(labels.origin(1, b"", b"0"), None, b"tokens", is_first=True)  # type: ignore[arg-type]
     assert labels.label(again) is not None and again is not None and not again.is_refuted
+
+
+def test_canonical_is_not_deceived_by_words_that_say_they_are_equal() -> None:
+    class Same(str):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __hash__(self) -> int:
+            return 1
+
+    assert canonical(Same("a")) == canonical("a") != canonical(Same("b")) == canonical("b")
+    apart = [0.0, -0.0, 0, False, 1, 1.0, True, None, "", "None", b"", [], {}]
+    assert len({canonical(value) for value in apart * 2}) == len(apart)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import deque
 
 import pytest
 from hypothesis import example, given
@@ -250,6 +252,25 @@ def test_neighbours_are_handed_out_where_there_are_any() -> None:
     pool.check_integrity()
 
 
+def test_prompts_of_one_length_go_round_a_tier_and_one_of_a_round_is_split() -> None:
+    """It came apart further each time round: with 54 slots a quarter of all prompts of 8 blocks lay in two runs."""
+    pool, prompts, num_split = SlotPool(54), deque[list[Slot]](), 0
+    for number in range(54):
+        while pool.num_free < 9 and prompts:  # as demotion ahead of need has it: as many as come, oldest first
+            pool.give_back(prompts[0].pop(0))
+            if not prompts[0]:
+                prompts.popleft()
+        slots: list[Slot] = []
+        for left in range(9, 0, -1):
+            slot = pool.take_near(slots[-1] if slots else None, max(1, left - 1))
+            assert slot is not None
+            slots.append(slot)
+        pool.give_back(slots.pop())  # of the answer, which nobody keeps
+        prompts.append(slots)
+        num_split += number >= 27 and max(slots) - min(slots) > 7
+    assert num_split <= 4, "27 prompts of 8 blocks are 4 rounds"
+
+
 SLOTS = st.integers(-1, 12)
 OPERATIONS = st.one_of(
     st.tuples(st.just("take"), st.just(0)),
@@ -264,6 +285,24 @@ def _runs(free: set[int]) -> list[tuple[int, int]]:
     return [(next(n for n in itertools.count() if slot + n not in free), slot) for slot in starts]
 
 
+def _end(runs: list[tuple[int, int]], first: int) -> int:
+    return next(sum(run) for run in runs if run[1] == first)
+
+
+def _fewest(runs: list[tuple[int, int]], num_slots: int, run: tuple[int, int]) -> bool:
+    """Whether no other set of runs for so many slots is smaller than the smallest with this run in it."""
+    others = [each for each in runs if each != run]
+
+    def num_runs(chosen: list[tuple[int, int]], left: int) -> float:
+        sizes = (n for n in range(len(chosen) + 1) if any(
+            sum(length for length, _ in some) >= left for some in itertools.combinations(chosen, n)
+        ))  # fmt: skip
+        return next(sizes, math.inf)
+
+    fewest = num_runs(runs, num_slots)
+    return run[0] == max(runs)[0] if fewest == math.inf else 1 + num_runs(others, num_slots - run[0]) == fewest
+
+
 @given(st.integers(0, 12), st.lists(OPERATIONS, max_size=40))
 @example(3, [("hold_back", [0]), ("take", 0), ("hold_back", []), ("hold_back", [0]), ("take", 0)])
 def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[tuple[str, int | list[int]]]) -> None:
@@ -271,6 +310,7 @@ def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[t
     pool, used, retired, ceiling = SlotPool(num_slots), set[int](), set[int](), num_slots
     held: list[int] = []
     touched = set[int]()  # handed out once, or as if
+    last_near = 0
     passed = 0  # slots that were looked at, so that those of them that are held back no more are as if handed out
     for name, value in history:
         free = set(range(ceiling)) - used - retired
@@ -291,9 +331,16 @@ def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[t
                 runs = _runs(free)
                 slot = pool.take_near(Slot(value), value)
                 fitting = [run for run in runs if run[0] >= value]
-                best = min(fitting, default=None) or max(runs, key=lambda run: (run[0], -run[1]), default=None)
-                assert slot == (value + 1 if value + 1 in free else best and best[1])
+                if value + 1 in free:
+                    assert slot == value + 1
+                elif fitting or not runs:
+                    assert slot == (min(fitting)[1] if fitting else None)
+                else:
+                    good = [first for length, first in runs if _fewest(runs, value, (length, first))]
+                    behind = [first for first in good if _end(runs, first) > last_near]
+                    assert slot == min(behind or good)
                 if slot is not None:
+                    last_near = slot
                     used.add(slot)
                     touched |= {slot, *range(slot)}
                     passed = max(passed, slot + 1)
