@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtier.errors import IntegrityError
 from kvtier.plan import StepPlan
 from kvtier.stores.slab import LayerViews
 from kvtier.types import Slot, Tier
@@ -34,18 +35,61 @@ class RowsPiece:
         return RowsPiece(keys, values, index, len(rows[0]))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenPlace:
+    """Of a row's one new token: where it goes, and what it sees of slabs. By slice index."""
+
+    keys: Sequence[torch.Tensor]
+    """Its own place, `[1, kv_heads, 1, key_dim]`."""
+    values: Sequence[torch.Tensor]
+    seen: Sequence[Sequence[KeysValues]]
+    """Runs of resident blocks, and last of all the tail with the token in it."""
+
+
+class WholeSlab:
+    """A slab with all of its layers in one view: a cut is made once, and `unbind` makes a view of it for each layer.
+
+    That takes a sixth of the time of cutting layer by layer, which every token would pay.
+    """
+
+    def __init__(self, layers: LayerViews) -> None:
+        """Raises IntegrityError unless the layers lie evenly apart in one slab."""
+        self._keys, self._values = _over_layers(layers.keys), _over_layers(layers.values)
+
+    def cut(self, first: int, count: int, start: int, num_tokens: int) -> tuple[Sequence[torch.Tensor], ...]:
+        """Tokens `start …` of slots `first …`, by slice index: K `[count, kv_heads, num_tokens, key_dim]`, and V."""
+        return tuple(
+            whole.narrow(1, first, count).narrow(3, start, num_tokens).unbind(0) for whole in (self._keys, self._values)
+        )
+
+
+def _over_layers(layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = layers[0]
+    start = first.storage_offset()
+    apart = layers[1].storage_offset() - start if len(layers) > 1 else 0
+    whole = first.as_strided((len(layers), *first.shape), (apart, *first.stride()), start)
+    if any(
+        view.data_ptr() != layer.data_ptr() or view.stride() != layer.stride()
+        for view, layer in zip(whole.unbind(0), layers, strict=True)
+    ):
+        raise IntegrityError("the layers of a slab do not lie evenly apart")
+    return whole
+
+
 class Places:
     """Views of the slots that a plan names. They move nothing and stay right as long as the plan does.
 
     Making a view takes a microsecond or two, several for each layer: as long as the attention over a short context.
     """
 
-    def __init__(self, plan: StepPlan, slabs: Mapping[Tier, LayerViews]) -> None:
-        self.plan, self._slabs = plan, slabs
-        self.num_resident = [
-            {tier: sum(run.count for run in row.runs if run.tier is tier) for tier in slabs} for row in plan.rows
-        ]
-        """By row and tier, the blocks that are read where they lie."""
+    def __init__(
+        self, plan: StepPlan, slabs: Mapping[Tier, LayerViews], whole_slabs: Mapping[Tier, WholeSlab]
+    ) -> None:
+        self.plan, self._slabs, self._whole_slabs = plan, slabs, whole_slabs
+        counts = {tier: sum(r.count for row in plan.rows for r in row.runs if r.tier is tier) for tier in slabs}
+        self.num_resident = [(tier, count) for tier, count in counts.items() if count]
+        """By tier, the blocks that are read where they lie, those of every row."""
+        self._runs: dict[tuple[tuple[Tier, ...], int], list[list[KeysValues]]] = {}
         self._pieces: dict[tuple[Tier, int, int], list[Piece]] = {}
         self._slots: dict[tuple[int, Slot], KeysValues] = {}
         self._shared: list[tuple[Tier, Slot, list[tuple[int, ...]]]] | None = None
@@ -71,6 +115,28 @@ class Places:
             for end in (run.first + run.count,)
             for first in range(run.first, end, at_once)
         ]
+
+    def token(self, slot: Slot, start: int, tiers: tuple[Tier, ...], at_once: int) -> TokenPlace:
+        """For a single row's new token, which goes to token `start` of `slot`.
+
+        Args:
+            tiers: whose resident blocks it sees, in pieces of `at_once` blocks at most.
+        """
+        slab = self._whole_slabs[Tier.GPU]
+        runs = self._runs.get((tiers, at_once))
+        if runs is None:
+            runs = self._runs[tiers, at_once] = self._all_runs(tiers, at_once)
+        tails = zip(*slab.cut(slot, 1, 0, start + 1), strict=True)
+        seen = [[*blocks, tail] for blocks, tail in zip(runs, tails, strict=True)]
+        keys, values = slab.cut(slot, 1, start, 1)
+        return TokenPlace(keys, values, seen)
+
+    def _all_runs(self, tiers: tuple[Tier, ...], at_once: int) -> list[list[KeysValues]]:
+        by_layer: list[list[KeysValues]] = [[] for _ in self._slabs[Tier.GPU].keys]
+        for position, found in enumerate(by_layer):
+            for tier in tiers:
+                found += [(keys, values) for _, keys, values in self.pieces(tier, position, at_once)]
+        return by_layer
 
     def slot(self, position: int, slot: Slot) -> KeysValues:
         """One layer of a slot of the gpu tier: K and V, `[1, kv_heads, block_tokens, dim]`."""
