@@ -16,7 +16,6 @@ import torch
 from kvtier import attention_cuda
 from kvtier.errors import IntegrityError
 
-
 # torch's own name for the kernel: through `torch.ops.aten` a call costs a third more over a short piece.
 _flash_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu
 

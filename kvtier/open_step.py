@@ -210,8 +210,7 @@ class OpenStep:
         shape = self._memory.group.shape
         packed = pack(query, shape.kv_heads)
         parts = [
-            partial_attention(packed, keys, values, kernel)
-            for keys, values in self._past.token_pieces(token, position)
+            partial_attention(packed, keys, values, kernel) for keys, values in self._past.token_pieces(token, position)
         ]
         if sinks is not None:
             parts.append(sink_attention(sinks, shape.kv_heads, 1, shape.value_dim))

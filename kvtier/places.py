@@ -82,9 +82,7 @@ class Places:
     Making a view takes a microsecond or two, several for each layer: as long as the attention over a short context.
     """
 
-    def __init__(
-        self, plan: StepPlan, slabs: Mapping[Tier, LayerViews], whole_slabs: Mapping[Tier, WholeSlab]
-    ) -> None:
+    def __init__(self, plan: StepPlan, slabs: Mapping[Tier, LayerViews], whole_slabs: Mapping[Tier, WholeSlab]) -> None:
         self.plan, self._slabs, self._whole_slabs = plan, slabs, whole_slabs
         counts = {tier: sum(r.count for row in plan.rows for r in row.runs if r.tier is tier) for tier in slabs}
         self.num_resident = [(tier, count) for tier, count in counts.items() if count]
