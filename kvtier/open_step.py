@@ -34,6 +34,9 @@ class OpenStep:
     def __init__(self, memory: StepMemory, step: Step, plan: StepPlan) -> None:
         self._memory, self.step, self._plan = memory, step, plan
         self._past = Past(memory, step, plan)
+        shape = memory.group.shape
+        start = len(step.rows), shape.kv_heads, step.num_new
+        self._wanted = (*start, shape.key_dim), (*start, shape.value_dim)
         self._new: dict[int, tuple[int, int]] = {}
         self.causal_masks: list[torch.Tensor] = []
         """Plain causal masks that were made in this step: the only ones that a tiered layer may be given."""
@@ -71,11 +74,9 @@ class OpenStep:
         Raises:
             UnsupportedError: anything else; nothing was written.
         """
-        shape, step = self._memory.group.shape, self.step
-        position, start = self._memory.positions[layer], (len(step.rows), shape.kv_heads, step.num_new)
-        wanted = (*start, shape.key_dim), (*start, shape.value_dim)
-        dtype = self._memory.dtype
-        if (tuple(keys.shape), tuple(values.shape)) != wanted or keys.dtype != dtype or values.dtype != dtype:
+        step, wanted, dtype = self.step, self._wanted, self._memory.dtype
+        position = self._memory.positions[layer]
+        if (keys.shape, values.shape) != wanted or keys.dtype != dtype or values.dtype != dtype:
             raise UnsupportedError(
                 f"layer {layer} appended K {tuple(keys.shape)} {keys.dtype} and V {tuple(values.shape)} "
                 f"{values.dtype}; the wrapped model's config says K {wanted[0]} and V {wanted[1]} in {dtype}"
@@ -86,8 +87,9 @@ class OpenStep:
         self._new[layer] = (keys.data_ptr(), values.data_ptr())
         token, places, num_rows = self._past.token, self._past.places, len(step.rows)
         if token is not None:
-            token.keys[position].copy_(keys)
-            token.values[position].copy_(values)
+            own_keys, own_values = token.own[position]
+            own_keys.copy_(keys)
+            own_values.copy_(values)
             return
         if num_rows > 1 and step.num_new == 1:
             self._append_rows(position, keys, values)
@@ -113,9 +115,9 @@ class OpenStep:
             self._new_at = torch.tensor(found, dtype=torch.long, device=keys.device).reshape(-1, 3).unbind(1)
         numbers, slots, starts = self._new_at
         if len(numbers):
-            slab = self._memory.slabs[Tier.GPU]
-            slab.keys[position][slots, :, starts] = keys[numbers, :, 0]
-            slab.values[position][slots, :, starts] = values[numbers, :, 0]
+            slab, is_all = self._memory.slabs[Tier.GPU], len(numbers) == len(keys)
+            slab.keys[position][slots, :, starts] = keys[:, :, 0] if is_all else keys[numbers, :, 0]
+            slab.values[position][slots, :, starts] = values[:, :, 0] if is_all else values[numbers, :, 0]
 
     def _begin_attention(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """The layer's slice index.

@@ -25,6 +25,7 @@ class Past:
         """Blocks of one kernel call at most."""
         # Those of the cpu tier are attended to beside a device, where there is one.
         self._tiers = (Tier.GPU, Tier.CPU) if memory.attender is None else (Tier.GPU,)
+        self._tails: list[list[RowsPiece]] | None = None
         self.token: TokenPlace | None = None
         """Where a single row's only new token goes, and what it sees; None for any other step."""
         if step.num_new == len(step.rows) == 1 and step.rows[0].writes:
@@ -67,8 +68,20 @@ class Past:
 
     def rows_pieces(self, position: int) -> Iterator[RowsPiece]:
         """The same for a single new token in each row, of all rows together. Errors as `pieces`."""
-        places, at_once = self.places, self.at_once
-        yield from places.rows_pieces(position, at_once)
+        at_once = self.at_once
+        yield from self.places.rows_pieces(position, at_once)
+        if self._tails is None:
+            self._tails = self.places.by_layer(self._runs_of_tails())
+        yield from self._tails[position]
+        self._count_resident()
+        for sources, keys, values in self.streamed(position):
+            entries = {(source.tier, Slot(entry)): source.rows for entry, source in enumerate(sources)}
+            for (_, first), rows in runs_of_slots(entries):
+                for at in range(0, len(rows), at_once):
+                    view = slice(first + at, min(first + at + at_once, first + len(rows)))
+                    yield RowsPiece.of(keys[view], values[view], rows[at : at + at_once])
+
+    def _runs_of_tails(self) -> Iterator[tuple[Tier, Slot, list[tuple[int, ...]], int]]:
         by_length: dict[int, dict[tuple[Tier, Slot], tuple[int, ...]]] = {}
         for number in range(len(self._step.rows)):
             if (tail := self.tail(number)) is not None:
@@ -77,15 +90,8 @@ class Past:
                 rows_of[Tier.GPU, slot] = (*rows_of.get((Tier.GPU, slot), ()), number)
         for length, rows_of in by_length.items():
             for (tier, first), rows in runs_of_slots(rows_of):
-                for at in range(0, len(rows), at_once):
-                    yield places.rows_piece(position, tier, Slot(first + at), rows[at : at + at_once], length)
-        self._count_resident()
-        for sources, keys, values in self.streamed(position):
-            entries = {(source.tier, Slot(entry)): source.rows for entry, source in enumerate(sources)}
-            for (_, first), rows in runs_of_slots(entries):
-                for at in range(0, len(rows), at_once):
-                    view = slice(first + at, min(first + at + at_once, first + len(rows)))
-                    yield RowsPiece.of(keys[view], values[view], rows[at : at + at_once])
+                for at in range(0, len(rows), self.at_once):
+                    yield tier, Slot(first + at), rows[at : at + self.at_once], length
 
     def tail(self, number: int) -> tuple[Slot, int] | None:
         """Where a row's tail lies, and how many of its tokens all new columns see: a single new token sees itself."""
