@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtier.attention import Kernel, Partial, finish, merge
+from kvtier.attention import Partial, finish, merge
 from kvtier.errors import IntegrityError
 from kvtier.open_step import OpenStep
 from kvtier.places import WholeSlab
