@@ -323,6 +323,16 @@ def test_a_single_row_decodes_exactly(held: int, num_demoted: int, sinks: bool, 
         world.step(1, (0xFFFF,) * 3, softcap, sinks)
 
 
+@pytest.mark.parametrize("held", [4, 12, 13, 18])
+@pytest.mark.parametrize("num_pieces", [1, 2, 3])
+def test_a_single_row_of_16_bits_is_attended_to_a_few_blocks_at_a_time(held: int, num_pieces: int) -> None:
+    world = World(torch.bfloat16, KEY_DIM, num_pieces, 2, AttentionMode.BLOCKWISE, 1)
+    world.select([0])
+    world.step(held, (0xFFFF,) * 3)
+    for _ in range(BLOCK_TOKENS):
+        world.step(1, (0xFFFF,) * 3)
+
+
 def test_rows_that_share_streamed_blocks_read_each_once() -> None:
     world = World(torch.float32, KEY_DIM, 2, 2, AttentionMode.BLOCKWISE, 1)
     world.step(9, (0xFFFF,) * 3)
