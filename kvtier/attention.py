@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from kvtier import attention_cuda
 from kvtier.errors import IntegrityError
 
+# torch's own name for the kernel: through `torch.ops.aten` a call costs a third more over a short piece.
+_flash_on_cpu = torch._scaled_dot_product_flash_attention_for_cpu
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+
+class Partial(NamedTuple):
     """Attention over one piece of the keys, for each of `n` pieces.
 
     `output` is `[n, kv_heads, rows, value_dim]`, `lse` `[n, kv_heads, rows]` in fp32. `rows` are the query heads of a
@@ -61,13 +64,15 @@ def partial_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
     Cost: reads K and V once; writes `n * kv_heads * rows * (value_dim + 1)` elements.
     """
     num_pieces = keys.shape[0]
-    queries = query if num_pieces == 1 else query.expand(num_pieces, -1, -1, -1)
-    return partial_attention_of(queries, keys, values, kernel)
+    return partial_attention_of(
+        query if num_pieces == 1 else query.expand(num_pieces, -1, -1, -1), keys, values, kernel
+    )
 
 
 def partial_attention_of(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel: Kernel) -> Partial:
     """As `partial_attention`, with queries of its own for each of the `n` pieces: `[n, kv_heads, rows, key_dim]`."""
-    if keys.shape[0] == 0 or keys.shape[2] == 0:
+    num_pieces, _, length, _ = keys.shape
+    if num_pieces == 0 or length == 0:
         raise IntegrityError("attention over no keys: the CPU kernel would end the process")
     return _call(queries, keys, values, kernel, causal=False)
 
@@ -136,16 +141,13 @@ def sink_attention(sinks: torch.Tensor, kv_heads: int, num_queries: int, value_d
 def _call(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kernel: Kernel, *, causal: bool) -> Partial:
     if kernel.wide:
         query, keys, values = query.float(), keys.float(), values.float()
-    scale, device = kernel.scale, query.device.type
-    if kernel.softcap is None and device == "cpu" and keys.shape[-1] == values.shape[-1]:
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, causal, scale=scale
-        )
-        return Partial(output, lse)
-    if kernel.softcap is None and device == "cuda":
-        found = attention_cuda.attend(query, keys, values, scale, causal=causal)
-        if found is not None:
-            return Partial(*found)
+    if kernel.softcap is None:
+        if query.is_cpu and keys.shape[-1] == values.shape[-1]:
+            return Partial(*_flash_on_cpu(query, keys, values, 0.0, causal, scale=kernel.scale))
+        if query.is_cuda:
+            found = attention_cuda.attend(query, keys, values, kernel.scale, causal=causal)
+            if found is not None:
+                return Partial(*found)
     return _reference(query, keys, values, kernel, causal=causal)
 
 
@@ -172,31 +174,40 @@ def merge(parts: list[Partial]) -> Partial:
 
     Cost: reads every output once. A lone piece is returned as it is.
     """
-    if _is_whole(parts):
+    if len(parts) == 1 and len(parts[0].lse) == 1:
         return parts[0]
     lse = _joined([part.lse for part in parts])
-    return Partial(_average(parts, lse), torch.logsumexp(lse, 0, keepdim=True))
+    return Partial(_average(parts), torch.logsumexp(lse, 0, keepdim=True))
 
 
 def finish(parts: list[Partial], heads: int, dtype: torch.dtype) -> torch.Tensor:
     """Merge, and give the result as a model expects it from its attention: `[1, q, heads, value_dim]`, contiguous."""
-    output = parts[0].output if _is_whole(parts) else _average(parts, _joined([part.lse for part in parts]))
+    output = _average(parts)
     _, kv_heads, rows, dim = output.shape
     num_queries = rows * kv_heads // heads
-    output = output.to(dtype)
+    if output.dtype is not dtype:
+        output = output.to(dtype)
     if num_queries == 1:
         return output.reshape(1, 1, heads, dim)
     return output.reshape(1, heads, num_queries, dim).transpose(1, 2).contiguous()
-
-
-def _is_whole(parts: list[Partial]) -> bool:
-    return len(parts) == 1 and parts[0].output.shape[0] == 1
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _average(parts: list[Partial], lse: torch.Tensor) -> torch.Tensor:
-    output = _joined([part.output.float() for part in parts])
-    return (output * torch.softmax(lse, dim=0).unsqueeze(-1)).sum(0, keepdim=True)
+def _average(parts: list[Partial]) -> torch.Tensor:
+    """The outputs weighted by `softmax(lse)`, in fp32; a lone one as it is.
+
+    The fewer calls the better: behind the kernel each finds the processor's caches full of K and V.
+    """
+    num_pieces = sum(len(part.lse) for part in parts)
+    if num_pieces == 1:
+        return parts[0].output
+    if num_pieces == len(parts) == 2:  # softmax over two is a sigmoid: no copies side by side
+        (output, lse), (other, other_lse) = parts
+        return torch.lerp(output.float(), other.float(), torch.sigmoid(other_lse - lse).unsqueeze(-1))
+    weights = torch.softmax(_joined([part.lse for part in parts]), dim=0).unsqueeze(-1)
+    if len(parts) == 1:
+        return (parts[0].output.float() * weights).sum(0, keepdim=True)
+    return torch.cat([part.output.float() for part in parts]).mul_(weights).sum(0, keepdim=True)

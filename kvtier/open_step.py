@@ -20,6 +20,7 @@ from kvtier.attention import (
 )
 from kvtier.errors import UnsupportedError
 from kvtier.past import Past
+from kvtier.places import TokenPlace
 from kvtier.plan import StepPlan
 from kvtier.row_attention import RowsAttention
 from kvtier.step import RowStep, Step
@@ -33,6 +34,9 @@ class OpenStep:
     def __init__(self, memory: StepMemory, step: Step, plan: StepPlan) -> None:
         self._memory, self.step, self._plan = memory, step, plan
         self._past = Past(memory, step, plan)
+        shape = memory.group.shape
+        start = len(step.rows), shape.kv_heads, step.num_new
+        self._wanted = (*start, shape.key_dim), (*start, shape.value_dim)
         self._new: dict[int, tuple[int, int]] = {}
         self.causal_masks: list[torch.Tensor] = []
         """Plain causal masks that were made in this step: the only ones that a tiered layer may be given."""
@@ -70,11 +74,9 @@ class OpenStep:
         Raises:
             UnsupportedError: anything else; nothing was written.
         """
-        shape, step = self._memory.group.shape, self.step
-        position, start = self._memory.positions[layer], (len(step.rows), shape.kv_heads, step.num_new)
-        wanted = (*start, shape.key_dim), (*start, shape.value_dim)
-        dtype = self._memory.dtype
-        if (tuple(keys.shape), tuple(values.shape)) != wanted or keys.dtype != dtype or values.dtype != dtype:
+        step, wanted, dtype = self.step, self._wanted, self._memory.dtype
+        position = self._memory.positions[layer]
+        if (keys.shape, values.shape) != wanted or keys.dtype != dtype or values.dtype != dtype:
             raise UnsupportedError(
                 f"layer {layer} appended K {tuple(keys.shape)} {keys.dtype} and V {tuple(values.shape)} "
                 f"{values.dtype}; the wrapped model's config says K {wanted[0]} and V {wanted[1]} in {dtype}"
@@ -83,7 +85,12 @@ class OpenStep:
             raise UnsupportedError("keys that require grad cannot be cached exactly: call under torch.no_grad()")
         step.append(layer, step.num_new)
         self._new[layer] = (keys.data_ptr(), values.data_ptr())
-        places, num_rows = self._past.places, len(step.rows)
+        token, places, num_rows = self._past.token, self._past.places, len(step.rows)
+        if token is not None:
+            own_keys, own_values = token.own[position]
+            own_keys.copy_(keys)
+            own_values.copy_(values)
+            return
         if num_rows > 1 and step.num_new == 1:
             self._append_rows(position, keys, values)
             return
@@ -108,9 +115,9 @@ class OpenStep:
             self._new_at = torch.tensor(found, dtype=torch.long, device=keys.device).reshape(-1, 3).unbind(1)
         numbers, slots, starts = self._new_at
         if len(numbers):
-            slab = self._memory.slabs[Tier.GPU]
-            slab.keys[position][slots, :, starts] = keys[numbers, :, 0]
-            slab.values[position][slots, :, starts] = values[numbers, :, 0]
+            slab, is_all = self._memory.slabs[Tier.GPU], len(numbers) == len(keys)
+            slab.keys[position][slots, :, starts] = keys[:, :, 0] if is_all else keys[numbers, :, 0]
+            slab.values[position][slots, :, starts] = values[:, :, 0] if is_all else values[numbers, :, 0]
 
     def _begin_attention(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """The layer's slice index.
@@ -154,17 +161,18 @@ class OpenStep:
         """
         position = self._begin_attention(layer, keys, values)
         kv_heads, heads, num_new = self._memory.group.shape.kv_heads, query.shape[1], self.step.num_new
-        num_rows = query.shape[0]
+        num_rows, kernel = query.shape[0], self._memory.kernel(scale, softcap)
+        if self._past.token is not None and self._memory.attender is None:
+            return self._attend_token(position, self._past.token, query, kernel, sinks)
         if (
             num_rows > 1
             and num_new == 1
             and self._memory.attender is None
             and all(map(_sees_something, self.step.rows))
         ):
-            return self._attend_rows(position, query, Kernel(scale, softcap, self._memory.group.is_wide), sinks)
+            return self._attend_rows(position, query, kernel, sinks)
         row_queries = [query] if num_rows == 1 else [query[row : row + 1] for row in range(num_rows)]
         packed = [pack(row_query, kv_heads) for row_query in row_queries]
-        kernel = Kernel(scale, softcap, self._memory.group.is_wide)
         parts: list[list[Partial]] = [[] for _ in row_queries]
         begun = self._start_host(position, packed, kernel)
         try:
@@ -196,6 +204,19 @@ class OpenStep:
                 parts[number].append(sink_attention(sinks, kv_heads, num_new, values.shape[-1]))
             outputs.append(finish(parts[number], heads, query.dtype))
         return outputs[0] if num_rows == 1 else torch.cat(outputs)
+
+    def _attend_token(
+        self, position: int, token: TokenPlace, query: torch.Tensor, kernel: Kernel, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """One new token in one row: what decoding does most, and nothing that it can do without. As `attend`."""
+        shape = self._memory.group.shape
+        packed = pack(query, shape.kv_heads)
+        parts = [
+            partial_attention(packed, keys, values, kernel) for keys, values in self._past.token_pieces(token, position)
+        ]
+        if sinks is not None:
+            parts.append(sink_attention(sinks, shape.kv_heads, 1, shape.value_dim))
+        return finish(parts, query.shape[1], query.dtype)
 
     def _attend_rows(
         self, position: int, query: torch.Tensor, kernel: Kernel, sinks: torch.Tensor | None

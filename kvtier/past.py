@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 
-from kvtier.places import Piece, RowsPiece, runs_of_slots
+from kvtier.places import KeysValues, Piece, RowsPiece, TokenPlace, runs_of_slots
 from kvtier.plan import Source, StepPlan
 from kvtier.step import Step
 from kvtier.step_memory import StepMemory
@@ -22,6 +23,14 @@ class Past:
         self._metrics = step.batch.metrics
         self.at_once = memory.num_pieces if step.num_new > 1 else memory.num_decode_pieces
         """Blocks of one kernel call at most."""
+        # Those of the cpu tier are attended to beside a device, where there is one.
+        self._tiers = (Tier.GPU, Tier.CPU) if memory.attender is None else (Tier.GPU,)
+        self._tails: list[list[RowsPiece]] | None = None
+        self.token: TokenPlace | None = None
+        """Where a single row's only new token goes, and what it sees; None for any other step."""
+        if step.num_new == len(step.rows) == 1 and step.rows[0].writes:
+            write = step.rows[0].writes[0]
+            self.token = self.places.token(write.slot, write.start, self._tiers, self.at_once)
 
     def pieces(self, position: int) -> Iterator[Piece]:
         """Pieces that every new column of a row sees whole, but for those that are attended to beside a device.
@@ -32,26 +41,47 @@ class Past:
             BlockLostError, TransferTimeoutError: the step must be aborted.
         """
         step, places, at_once = self._step, self.places, self.at_once
-        yield from places.pieces(Tier.GPU, position, at_once)
-        if self._memory.attender is None:
-            yield from places.pieces(Tier.CPU, position, at_once)
+        for tier in self._tiers:
+            yield from places.pieces(tier, position, at_once)
         for number in range(len(step.rows)):
             if (tail := self.tail(number)) is not None:
                 slot, length = tail
                 keys, values = places.slot(position, slot)
                 yield number, keys.narrow(2, 0, length), values.narrow(2, 0, length)
         self._count_resident()
+        yield from self._streamed_pieces(position)
+
+    def token_pieces(self, token: TokenPlace, position: int) -> Iterable[KeysValues]:
+        """The same for `token`, that is, without the row's number. Errors as `pieces`."""
+        self._count_resident()
+        if not self._plan.streamed:
+            return token.seen[position]
+        return chain(token.seen[position], ((keys, values) for _, keys, values in self._streamed_pieces(position)))
+
+    def _streamed_pieces(self, position: int) -> Iterator[Piece]:
         for sources, streamed_keys, streamed_values in self.streamed(position):
-            for number in range(len(step.rows)):
+            for number in range(len(self._step.rows)):
                 for first, last in _entries(sources, number):
-                    for start in range(first, last, at_once):
-                        view = slice(start, min(start + at_once, last))
+                    for start in range(first, last, self.at_once):
+                        view = slice(start, min(start + self.at_once, last))
                         yield number, streamed_keys[view], streamed_values[view]
 
     def rows_pieces(self, position: int) -> Iterator[RowsPiece]:
         """The same for a single new token in each row, of all rows together. Errors as `pieces`."""
-        places, at_once = self.places, self.at_once
-        yield from places.rows_pieces(position, at_once)
+        at_once = self.at_once
+        yield from self.places.rows_pieces(position, at_once)
+        if self._tails is None:
+            self._tails = self.places.by_layer(self._runs_of_tails())
+        yield from self._tails[position]
+        self._count_resident()
+        for sources, keys, values in self.streamed(position):
+            entries = {(source.tier, Slot(entry)): source.rows for entry, source in enumerate(sources)}
+            for (_, first), rows in runs_of_slots(entries):
+                for at in range(0, len(rows), at_once):
+                    view = slice(first + at, min(first + at + at_once, first + len(rows)))
+                    yield RowsPiece.of(keys[view], values[view], rows[at : at + at_once])
+
+    def _runs_of_tails(self) -> Iterator[tuple[Tier, Slot, list[tuple[int, ...]], int]]:
         by_length: dict[int, dict[tuple[Tier, Slot], tuple[int, ...]]] = {}
         for number in range(len(self._step.rows)):
             if (tail := self.tail(number)) is not None:
@@ -60,15 +90,8 @@ class Past:
                 rows_of[Tier.GPU, slot] = (*rows_of.get((Tier.GPU, slot), ()), number)
         for length, rows_of in by_length.items():
             for (tier, first), rows in runs_of_slots(rows_of):
-                for at in range(0, len(rows), at_once):
-                    yield places.rows_piece(position, tier, Slot(first + at), rows[at : at + at_once], length)
-        self._count_resident()
-        for sources, keys, values in self.streamed(position):
-            entries = {(source.tier, Slot(entry)): source.rows for entry, source in enumerate(sources)}
-            for (_, first), rows in runs_of_slots(entries):
-                for at in range(0, len(rows), at_once):
-                    view = slice(first + at, min(first + at + at_once, first + len(rows)))
-                    yield RowsPiece.of(keys[view], values[view], rows[at : at + at_once])
+                for at in range(0, len(rows), self.at_once):
+                    yield tier, Slot(first + at), rows[at : at + self.at_once], length
 
     def tail(self, number: int) -> tuple[Slot, int] | None:
         """Where a row's tail lies, and how many of its tokens all new columns see: a single new token sees itself."""
@@ -112,14 +135,12 @@ class Past:
                     self._metrics.nvme_read_bytes += slice_bytes
 
     def _count_resident(self) -> None:
-        for tiers in self.places.num_resident:
-            for tier, num_slices in tiers.items():
-                self._count(num_slices, tier)
+        for tier, num_slices in self.places.num_resident:
+            self._count(num_slices, tier)
 
     def _count(self, num_slices: int, tier: Tier) -> None:
-        if num_slices:
-            self._memory.metrics.slices_read[tier] += num_slices
-            self._metrics.slices_read[tier] += num_slices
+        self._memory.metrics.slices_read[tier] += num_slices
+        self._metrics.slices_read[tier] += num_slices
 
 
 def _entries(sources: Sequence[Source], row: int) -> Iterator[tuple[int, int]]:

@@ -47,13 +47,13 @@ class RowsAttention:
         """Merge in fp32: `[n, 1, heads, value_dim]`. Each row must have been in a piece."""
         rows = torch.cat(self._rows)
         lse = torch.cat([part.lse for part in self._parts])
-        output = torch.cat([part.output.float() for part in self._parts])
+        output = torch.cat([part.output.float() for part in self._parts])  # a copy, to be written to
         num_rows, kv_heads, heads, _ = self._packed.shape
         spread = rows.view(-1, 1, 1).expand_as(lse)
         top = lse.new_full((num_rows, kv_heads, heads), float("-inf")).scatter_reduce_(0, spread, lse, "amax")
         weights = (lse - top.index_select(0, rows)).exp()
         total = torch.zeros_like(top).index_add_(0, rows, weights)
         merged = output.new_zeros((num_rows, kv_heads, heads, output.shape[-1]))
-        merged.index_add_(0, rows, output * weights.unsqueeze(-1))
+        merged.index_add_(0, rows, output.mul_(weights.unsqueeze(-1)))
         merged /= total.unsqueeze(-1)
         return merged.to(dtype).reshape(num_rows, 1, kv_heads * heads, -1)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from kvtier.attention import Kernel
 from kvtier.host_attention import HostAttender, HostShare
 from kvtier.metrics import Metrics
-from kvtier.places import Places
+from kvtier.places import Places, WholeSlab
 from kvtier.plan import StepPlan
 from kvtier.ring import SliceRing
 from kvtier.stores.slab import LayerViews
@@ -32,6 +33,7 @@ class StepMemory:
         """`slabs`: the gpu tier's, and the cpu tier's where there is one."""
         self.group, self.slabs, self.ring, self.metrics, self.mode = group, dict(slabs), ring, metrics, mode
         self.num_pieces, self.arena, self.share = num_pieces, arena, share
+        self._whole_slabs = {tier: WholeSlab(views) for tier, views in self.slabs.items()}
         self.gather_start = -arena.data_ptr() % 64
         self.positions = {layer: position for position, layer in enumerate(group.layers)}
         self.dtype = self.slabs[Tier.GPU].keys[0].dtype
@@ -42,6 +44,13 @@ class StepMemory:
         self.attender = HostAttender(device, share) if device.type != "cpu" and Tier.CPU in self.slabs else None
         """Attends beside the device; None: the model runs on the CPU, and needs no one beside it."""
         self._places: Places | None = None
+        self._kernel = Kernel(1.0)
+
+    def kernel(self, scale: float, softcap: float | None) -> Kernel:
+        """How this group's layers score; most often as the layer before."""
+        if self._kernel.scale != scale or self._kernel.softcap != softcap or self._kernel.wide != self.group.is_wide:
+            self._kernel = Kernel(scale, softcap, self.group.is_wide)
+        return self._kernel
 
     def host_frac(self) -> float:
         """Which share of the cpu tier's blocks is attended to, or gathered from, where it lies."""
@@ -52,7 +61,7 @@ class StepMemory:
     def places(self, plan: StepPlan) -> Places:
         """Views for this plan; the same ones as long as it is the same object."""
         if self._places is None or self._places.plan is not plan:
-            self._places = Places(plan, self.slabs)
+            self._places = Places(plan, self.slabs, self._whole_slabs)
         return self._places
 
     def layer_bytes(self, num_tokens: int) -> tuple[int, int]:
@@ -69,4 +78,5 @@ class StepMemory:
             self.attender.close()
         self._places = None
         self.slabs.clear()
+        self._whole_slabs.clear()
         self.arena = torch.empty(0, dtype=torch.uint8)

@@ -81,7 +81,7 @@ class Mutant:
     def tests(self) -> tuple[str, ...]:
         if self.file == RING:
             return RING_TESTS
-        if self.file in (ATTENTION, OPEN_STEP):
+        if self.file in (ATTENTION, OPEN_STEP, PAST, PLACES, STEP_MEMORY):
             return TENSOR_TESTS
         if self.file in (FILE_IO, DIRECT, PAGE_CACHE, STAGING):
             return IO_TESTS
@@ -104,6 +104,7 @@ class Mutant:
         return self.file.removesuffix(".py").replace("/", ".")
 
 
+PAST, PLACES, STEP_MEMORY = "kvtier/past.py", "kvtier/places.py", "kvtier/step_memory.py"
 SEQUENCES, STEP, ATTENTION, OPEN_STEP = (
     f"kvtier/{name}.py" for name in ("sequences", "step", "attention", "open_step")
 )
@@ -666,20 +667,25 @@ MUTANTS = [
     Mutant("columns between padding not picked", OPEN_STEP, "if len(runs) == 1:", "if runs:"),
     Mutant(
         "tail attended past its end",
-        OPEN_STEP,
-        "slot, length = row.tail_slot, row.table.tail_tokens",
-        "slot, length = row.tail_slot, row.table.block_tokens",
+        PAST,
+        "(row.tail_slot, row.table.tail_tokens)",
+        "(row.tail_slot, row.table.block_tokens)",
     ),
+    Mutant("decode leaves out the token itself", PLACES, "cut(slot, 1, 0, start + 1)", "cut(slot, 1, 0, start or 1)"),
     Mutant(
-        "decode leaves out the token itself", OPEN_STEP, "write.slot, write.start + 1", "write.slot, write.start or 1"
+        "rows' tokens leave out themselves",
+        PAST,
+        "row.writes[0].slot, row.writes[0].start + 1",
+        "row.writes[0].slot, row.writes[0].start or 1",
     ),
-    Mutant("streamed block seen by every row", OPEN_STEP, "if row in source.rows:", "if source.rows:"),
-    Mutant("pieces of the next row too", OPEN_STEP, "min(start + at_once, last)", "start + at_once"),
+    Mutant("a token's run of blocks cut too long", PLACES, "run.first + run.count - first", "run.count"),
+    Mutant("streamed block seen by every row", PAST, "if row in source.rows:", "if source.rows:"),
+    Mutant("pieces of the next row too", PAST, "min(start + self.at_once, last)", "start + self.at_once"),
     Mutant("stale bytes where padding is", OPEN_STEP, "if step.batch.is_padded:", "if step.batch is None:"),
     Mutant(
         "partial results rounded to 16 bits",
-        OPEN_STEP,
-        "Kernel(scale, softcap, self._memory.group.is_wide)",
+        STEP_MEMORY,
+        "Kernel(scale, softcap, self.group.is_wide)",
         "Kernel(scale, softcap, False)",
     ),
     # the stores

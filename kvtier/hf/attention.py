@@ -37,8 +37,8 @@ _NEUTRAL = frozenset(
     }
 )
 
-# Those that change it, and that a partial attention honours.
-_HONOURED = frozenset({"softcap", "s_aux"})
+# With those that change it, and that a partial attention honours.
+_KNOWN = _NEUTRAL | {"softcap", "s_aux", "dropout"}
 
 _originals: dict[int, str] = {}
 """By id of a wrapped model's config (kept alive by its Patch): the attention implementation it had."""
@@ -71,8 +71,8 @@ def attention_function(
         raise UnsupportedError("a prepared attention mask reached a tiered layer: only plain causal masks work")
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    changes = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    return opened.attend(module.layer_idx, query, key, value, scale, **changes), None
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    return opened.attend(module.layer_idx, query, key, value, scale, softcap=softcap, sinks=sinks), None
 
 
 def _check_keywords(kwargs: dict[str, Any]) -> None:
@@ -80,9 +80,9 @@ def _check_keywords(kwargs: dict[str, Any]) -> None:
         raise UnsupportedError("is_causal=False cannot be honoured by a cache")
     if kwargs.get("dropout"):
         raise UnsupportedError(f"attention dropout {kwargs['dropout']} cannot be honoured exactly: call model.eval()")
-    for name, value in kwargs.items():
-        known = name in _NEUTRAL or name in _HONOURED or name == "dropout"
-        if not known and value is not None and value is not False:
+    for name in kwargs.keys() - _KNOWN:
+        value = kwargs[name]
+        if value is not None and value is not False:
             raise UnsupportedError(f"the attention keyword {name}={value!r:.60} cannot be honoured on tiered layers")
 
 

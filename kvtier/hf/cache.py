@@ -11,8 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvtier.batch import Batch
 from kvtier.errors import UnsupportedError
-from kvtier.hf.attention import current_step
-from kvtier.hf.state import OUTSIDE, CacheState
+from kvtier.hf.state import CacheState
 from kvtier.hf.untiered import UntieredLayers
 from kvtier.runtime import Runtime
 
@@ -39,11 +38,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the step's K and V; returns them alone: attention finds the rest itself."""
-        self._state.check_open()
-        opened = current_step.get()
-        if opened is None or opened.step.batch is not self._state.batch:
-            raise UnsupportedError(OUTSIDE)
-        opened.append(self._layer, key_states, value_states)
+        self._state.open_step().append(self._layer, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -114,36 +109,35 @@ class TieredCache(Cache):
         # Takes no lock and runs no code of ours in the collector: the next step drains the deque.
         weakref.finalize(self, runtime.manager.dropped.append, batch).atexit = False
 
-    def _check_in_step(self) -> None:
-        """Untiered layers are transformers' own, and would take any call: one outside of a step goes past the tiers."""
-        opened = current_step.get()
-        if opened is None or opened.step.batch is not self.state.batch:
-            raise UnsupportedError(OUTSIDE)
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """transformers' way in, for every layer. Raises UnsupportedError outside of the wrapped model's forward."""
-        self.state.check_open()
-        self._check_in_step()
-        return super().update(*args, **kwargs)
+        layer = self.layers[layer_idx]
+        if type(layer) is TieredLayer:  # checks it itself, and nothing of what transformers does beside it is ours
+            return layer.update(key_states, value_states)
+        # Untiered layers are transformers' own, and would take any call: one outside of a step goes past the tiers.
+        self.state.open_step()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
         """As `update`: models change what this returns in place."""
-        self._check_in_step()
+        self.state.open_step()
         return super().get_conv_state(*args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
         """As `update`."""
-        self._check_in_step()
+        self.state.open_step()
         return super().update_conv_state(*args, **kwargs)
 
     def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
         """As `get_conv_state`."""
-        self._check_in_step()
+        self.state.open_step()
         return super().get_recurrent_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
         """As `update`."""
-        self._check_in_step()
+        self.state.open_step()
         return super().update_recurrent_state(*args, **kwargs)
 
     @property

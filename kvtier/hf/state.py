@@ -13,6 +13,7 @@ from kvtier.batch import Batch
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.hf.attention import current_step
 from kvtier.hf.untiered import UntieredLayers
+from kvtier.open_step import OpenStep
 from kvtier.runtime import Runtime
 
 OUTSIDE = "a TieredCache was used outside of its wrapped model's forward: call tiered.generate or tiered(...)"
@@ -122,6 +123,19 @@ class CacheState:
         """Raise ClosedError once the wrapper is closed."""
         if self.runtime.closed:
             raise ClosedError("this cache's TieredKV was closed: its KV is gone; make a new wrapper and a new cache")
+
+    def open_step(self) -> OpenStep:
+        """The step of this cache that is open: layers may be asked for their K and V, and given new ones.
+
+        Raises:
+            UnsupportedError: there is none: a call from outside of the wrapped model's forward. ClosedError: as
+                `check_open`.
+        """
+        opened = current_step.get()
+        if self.runtime.closed or opened is None or opened.step.batch is not self.batch:
+            self.check_open()
+            raise UnsupportedError(OUTSIDE)
+        return opened
 
     def check_between_steps(self, operation: str) -> None:
         """Raise UnsupportedError inside a step of this cache, ClosedError after close."""

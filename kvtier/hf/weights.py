@@ -6,7 +6,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -168,7 +168,9 @@ class _Tree:
             )
         if is_compiled(vars(self._model).get("forward")):
             raise UnsupportedError(f"the model's forward was compiled (torch.compile): {UNCOMPILED}")
-        if any("_compiled_call_impl" in state and state["_compiled_call_impl"] is not None for state in self._states):
+        if any(map(operator.contains, self._states, repeat(_COMPILED))) and any(
+            state.get(_COMPILED) is not None for state in self._states
+        ):
             raise UnsupportedError(f"the wrapped model, or a part of it, was compiled: {UNCOMPILED}")
         for name, module in self._dropouts.items():
             if module.training and _dropout(module):
@@ -264,6 +266,7 @@ class _Tensors:
 _NUM_SAMPLES = 16
 _FIRST_FEW = (slice(None, 4),)
 
+_COMPILED = "_compiled_call_impl"
 _COLLECTING = "transformers.utils.output_capturing"
 
 # Of a config: who made it, what the caller gets beside logits, and what only training or `generate` reads.

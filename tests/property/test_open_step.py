@@ -268,14 +268,23 @@ def run(world: World, todo: list[tuple[object, ...]]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]), beside=st.booleans(), **worlds)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+    beside=st.booleans(),
+    alone=st.booleans(),
+    **worlds,
+)
 def test_every_row_attends_to_exactly_its_tokens(
     dtype: torch.dtype, value_dim: int, num_pieces: int, group_size: int, seed: int, todo: list[tuple[object, ...]],
-    host: HostAttention, beside: bool,
+    host: HostAttention, beside: bool, alone: bool,
 ) -> None:  # fmt: skip
+    """`alone`: a batch of one row, which decodes by a way of its own."""
     if dtype is torch.bfloat16:  # scores written out, or a sink beside a single piece, are of another precision
         todo = [(*each[:3], None, False) if each[0] == "step" else each for each in todo]
     world = World(dtype, value_dim, num_pieces, group_size, AttentionMode.BLOCKWISE, seed, host, beside)
+    if alone:
+        world.select([0])
+        todo = [each for each in todo if each[0] != "select"]
     try:
         run(world, todo)
     finally:
@@ -299,6 +308,29 @@ def test_a_row_of_many_pieces_is_rounded_once(held: int, num_new: int) -> None:
     world.step(num_new, (0xFFFF, 0xFFFF, 0))
     world.demote(2)
     world.step(num_new, (0xFFFF, 0, 0xFFFF))
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("held", [1, 4, 7, 13])
+@pytest.mark.parametrize("num_demoted", [0, 1, 24])
+def test_a_single_row_decodes_exactly(held: int, num_demoted: int, sinks: bool, softcap: float | None) -> None:
+    world = World(torch.float32, KEY_DIM, 2, 2, AttentionMode.BLOCKWISE, 1)
+    world.select([0])
+    world.step(held, (0xFFFF,) * 3)
+    for _ in range(BLOCK_TOKENS + 1):
+        world.demote(num_demoted)
+        world.step(1, (0xFFFF,) * 3, softcap, sinks)
+
+
+@pytest.mark.parametrize("held", [4, 12, 13, 18])
+@pytest.mark.parametrize("num_pieces", [1, 2, 3])
+def test_a_single_row_of_16_bits_is_attended_to_a_few_blocks_at_a_time(held: int, num_pieces: int) -> None:
+    world = World(torch.bfloat16, KEY_DIM, num_pieces, 2, AttentionMode.BLOCKWISE, 1)
+    world.select([0])
+    world.step(held, (0xFFFF,) * 3)
+    for _ in range(BLOCK_TOKENS):
+        world.step(1, (0xFFFF,) * 3)
 
 
 def test_rows_that_share_streamed_blocks_read_each_once() -> None:

@@ -1,0 +1,114 @@
+"""One new token in one row: how few calls of torch a layer takes, and that merging two pieces by a sigmoid is exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvtier.attention import Partial, finish, merge
+from kvtier.errors import IntegrityError
+from kvtier.open_step import OpenStep
+from kvtier.places import WholeSlab
+from kvtier.stores.slab import LayerViews
+from kvtier.types import AttentionMode, Tier
+from tests.property.test_open_step import BLOCK_TOKENS, HEADS, KEY_DIM, KV_HEADS, LAYERS, World
+from tests.small_tiers import columns
+
+VIEWS = {"expand", "unsqueeze", "view", "detach", "_unsafe_view", "as_strided", "slice", "alias"}
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches a kernel, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def decoded(held: int) -> tuple[World, Counter[str]]:
+    """What the second layer of a step calls, of one new token behind `held` ones."""
+    world = World(torch.float32, KEY_DIM, 2, 2, AttentionMode.BLOCKWISE, 1)
+    world.select([0])
+    world.step(held, (0xFFFF,) * 3)
+    step = world.house.manager.begin_step(world.batch, [columns([1])])
+    opened = OpenStep(world.memory, step, world.house.manager.plan(world.batch))
+    for number, layer in enumerate(LAYERS):
+        keys, values = torch.randn(1, KV_HEADS, 1, KEY_DIM), torch.randn(1, KV_HEADS, 1, KEY_DIM)
+        query = torch.randn(1, HEADS, 1, KEY_DIM)
+        with Calls() as calls:
+            opened.append(layer, keys, values)
+            opened.attend(layer, query, keys, values, 0.3)
+        if number == len(LAYERS) - 1:
+            world.house.manager.abort_step(step)
+            return world, calls.counts
+    raise AssertionError
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def test_a_token_costs_a_kernel_call_a_run_and_a_merge_of_three() -> None:
+    _, counts = decoded(BLOCK_TOKENS + 1)  # a full block and a tail
+    work = Counter({name: count for name, count in counts.items() if name not in VIEWS})
+    assert work == {FLASH: 2, "copy_": 2, "sub": 1, "sigmoid": 1, "lerp": 1}
+
+
+def test_neighbouring_blocks_are_one_kernel_call_however_many() -> None:
+    _, counts = decoded(5 * BLOCK_TOKENS + 1)
+    work = Counter({name: count for name, count in counts.items() if name not in VIEWS})
+    assert work == {FLASH: 2, "copy_": 2, "cat": 2, "_softmax": 1, "mul_": 1, "sum": 1}
+
+
+def test_a_token_makes_no_views_of_slots_layer_by_layer() -> None:
+    _, counts = decoded(BLOCK_TOKENS + 1)
+    assert not counts["slice"] and not counts["select"] and not counts["as_strided"]
+
+
+@pytest.mark.parametrize("apart", [0.0, 3.0, 40.0, 1e4, float("inf")])
+@pytest.mark.parametrize("less", [0, 1])
+def test_two_pieces_merge_as_a_softmax_over_them(apart: float, less: int) -> None:
+    """`inf`: one of them saw nothing, as padding does."""
+    torch.manual_seed(0)
+    output, lse = torch.randn(2, 1, 2, 3, 8), torch.randn(2, 1, 2, 3)
+    lse[less] -= apart
+    parts = [Partial(output[0], lse[0]), Partial(output[1], lse[1])]
+    expected = (torch.softmax(lse.double(), 0).unsqueeze(-1) * output.double()).sum(0)
+    assert (merge(parts).output - expected).abs().max() < 1e-6
+    assert (merge(parts).lse - lse.logsumexp(0)).abs().max() < 1e-6 * max(1.0, min(apart, 1e4))
+    assert (finish(parts, 6, torch.float32).reshape(-1) - expected.reshape(-1)).abs().max() < 1e-6
+
+
+def test_a_merge_leaves_a_lone_part_of_several_pieces_as_it_was() -> None:
+    output, lse = torch.randn(3, 2, 3, 8), torch.randn(3, 2, 3)
+    before = output.clone()
+    merge([Partial(output, lse)])
+    assert torch.equal(output, before)
+
+
+def test_a_cut_of_all_layers_is_the_cut_of_each() -> None:
+    world = World(torch.float32, 4, 2, 2, AttentionMode.BLOCKWISE, 1)
+    store = world.stores[Tier.GPU]
+    views = LayerViews(store.keys, store.values)
+    for number, (keys, values) in enumerate(WholeSlab(views).cut(3, 2, 1, 2)):
+        for cut, layers in ((keys, store.keys), (values, store.values)):
+            expected = layers[number][3:5, :, 1:3]
+            assert cut.data_ptr() == expected.data_ptr()
+            assert cut.shape == expected.shape and cut.stride() == expected.stride()
+
+
+def test_layers_that_do_not_lie_evenly_apart_are_refused() -> None:
+    slab = torch.zeros(1000)
+    layers = [slab.as_strided((2, 1, 4, 4), (200, 16, 4, 1), start) for start in (0, 40, 81)]
+    with pytest.raises(IntegrityError, match="evenly"):
+        WholeSlab(LayerViews(layers, layers))
