@@ -1,6 +1,7 @@
 """Decode speed against transformers' caches, and against what the hardware allows: ms per token, in one process.
 
-Cases, at each context length, all with the same synthetic K and V (no prefill) and the same tokens appended:
+Cases, at each context length, all with the same synthetic K and V (no prefill) and the same tokens appended (up to the
+model's longest context: the last length is reached with them):
 
 - `dynamic`, `static`: the plain model with `DynamicCache` and with `StaticCache`, sdpa; quote the better of the two;
 - `all_gpu`: kvtier with everything on the gpu tier (ordinary memory where there is no CUDA device);
@@ -77,7 +78,9 @@ def measure(
     """
     cases = [case for case in SIDES if case in (*REFERENCES, *cases)]
     num_more = num_pairs * (num_tokens + 1)
-    given = Given(loaded.model, context, num_more, seed, folder)
+    # Beyond its longest context a model's logits rove, the plain caches' too, and a lost token would not show.
+    longest = getattr(loaded.model.config, "max_position_embeddings", None) or context + num_more
+    given = Given(loaded.model, min(context, longest - num_more), num_more, seed, folder)
     tokens = torch.randint(0, loaded.model.config.vocab_size, (1, num_more), generator=given.generator())
     at = dict.fromkeys(cases, 0)
     sides: dict[str, Side] = {}

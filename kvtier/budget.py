@@ -68,12 +68,13 @@ class GpuBudget:
         return self.ring_slices * self.slice_bytes + self.scratch_bytes + self.gather_bytes
 
 
-# Shares of the budget that fixed parts may take. A quarter for scratch keeps most of the tier for blocks; a sixteenth
-# for the ring is several layers ahead for models that need streaming at all; gathered needs a whole layer of the
-# longest context.
+# Shares of the budget that fixed parts may take. A quarter for scratch keeps most of the tier for blocks; an eighth for
+# the ring is several layers ahead where half of the KV is streamed (a sixteenth was one, and waited); gathered needs a
+# whole layer of the longest context.
 SCRATCH_SHARE = 4
-RING_SHARE = 16
+RING_SHARE = 8
 RING_MAX_BYTES = 256 << 20
+PIECES_SHARE = 16
 GATHER_SHARE = 2
 MIN_SLOTS = 2  # a sealed or shared tail is copied from one slot into another
 PIECES_MAX = 8
@@ -139,7 +140,7 @@ def split_gpu_budget(
         chunk = max(1, cost.max_queries(min(left // SCRATCH_SHARE, room), 1, 1, prefill_chunk))
         scratch = cost.scratch_bytes(chunk, 1)
     pieces = 1
-    while pieces < PIECES_MAX and cost.scratch_bytes(chunk, pieces + 1) <= min(left // RING_SHARE, room):
+    while pieces < PIECES_MAX and cost.scratch_bytes(chunk, pieces + 1) <= min(left // PIECES_SHARE, room):
         pieces += 1
         scratch = cost.scratch_bytes(chunk, pieces)
     ring_bytes = min(left // RING_SHARE, RING_MAX_BYTES, left - MIN_SLOTS * slot_bytes - scratch)

@@ -52,7 +52,7 @@ class PrefetchConfig(Strict):
     policy: _PolicyName = "next_layers"
     """Which layers may be read ahead of attention."""
     depth: int = Field(default=3, ge=0, le=64, title="a number of layers from 0 to 64")
-    """Layers ahead. More hides slower disks, as far as the ring has room (about a sixteenth of the gpu budget, at
+    """Layers ahead. More hides slower disks, as far as the ring has room (about an eighth of the gpu budget, at
     most 256 MiB); 0 reads each layer when it runs. Left out, the policy's own default is used. `no_prefetch` takes
     only 0."""
 
