@@ -39,11 +39,10 @@ class Evictable(View):
     def __contains__(self, block: object) -> bool:
         self.num_looked_at += 1
         record = self._residency.get(block)  # type: ignore[arg-type]  # Container promises only `object`
-        if record is None or (slot := record.slot(self._tier)) is None:
+        if record is None or record.move is not None or (slot := record.slot(self._tier)) is None:
             return False
         return (
             (block in self._running_blocks) is self.running
-            and record.move is None
             and not record.pins[self._tier]
             and not self._copies.is_held(self._tier, slot)
         )
