@@ -207,6 +207,8 @@ class TieredKV:
         Raises:
             UnsupportedError: called from inside a step, by a hook or a logits processor of it; nothing was closed.
         """
+        if self._runtime.pid != os.getpid():
+            return  # as `_unwrap`, and whoever has the turn is in the parent
         with self._runtime.turn:
             if self._runtime.executor.is_open:
                 raise UnsupportedError("close() inside a step of the same TieredKV: call it when forward has returned")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
+
+from kvtier.errors import UnsupportedError
 
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -26,10 +29,13 @@ class Turn:
     A KeyboardInterrupt can come between any two instructions; in the middle of a commit it would leave a slot without
     owner, or a read still writing into a buffer that the next step uses. So the signal is noted while the turn is held,
     and delivered by `check`, called where stopping is safe, or when the turn ends. Waits inside it have deadlines.
+
+    Raises UnsupportedError instead of waiting for a turn that is held in another process: that of a fork's parent.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()  # held for a few instructions, never while waiting
+        self._pid = os.getpid()
         self._owner: int | None = None
         self._depth = 0
         self._waiting: deque[tuple[int, threading.Event]] = deque()
@@ -83,6 +89,10 @@ class Turn:
             if self._owner is None:
                 self._owner, self._depth = me, 1
                 return
+            if os.getpid() != self._pid:  # whoever had it when the process was forked is not here to give it back
+                raise UnsupportedError(
+                    f"this TieredKV belongs to process {self._pid}, where a step ran: wrap the model anew in the child"
+                )
             self._waiting.append(ticket)
         try:
             while not handed.wait(_POLL_S):

@@ -54,7 +54,11 @@ class DirectIo(FileIo):
         if aio is None or any(offset_bytes % PAGE_BYTES for _, offset_bytes in places):
             return [False] * len(places)
         fds, offsets = [file.fd for file, _ in places], [offset_bytes for _, offset_bytes in places]
-        filled: list[bool] = (aio.read(fds, offsets, out) == out.shape[1]).tolist()
+        try:
+            filled: list[bool] = (aio.read(fds, offsets, out) == out.shape[1]).tolist()
+        except OSError as error:
+            self._go_without(error)
+            return [False] * len(places)
         return filled
 
     def write(self, file: OpenFile, offset_bytes: int, data: Bytes) -> None:
@@ -73,22 +77,24 @@ class DirectIo(FileIo):
         return self.staging.used_bytes()
 
     def close(self) -> None:
-        pass  # the buffers go with the pool; a late reader may still need one
+        # The buffers go with the pool, other threads' contexts with the threads: a late reader may still need them.
+        self.reads_together = False
+        if (aio := getattr(self._local, "aio", None)) is not None:
+            aio.close()
 
     def _aio(self) -> KernelAio | None:
         """This thread's own; None where there is none to be had."""
-        if not self.reads_together:
-            return None
-        try:
-            aio: KernelAio = self._local.aio
-        except AttributeError:
+        aio: KernelAio | None = getattr(self._local, "aio", None)
+        if self.reads_together and (aio is None or aio.is_closed):
             try:
                 aio = self._local.aio = KernelAio(_AIO_DEPTH)
             except OSError as error:
-                self.reads_together = False
-                logger.info("nvme tier: slices are read one by one: the kernel's io_setup says %s", error.strerror)
-                return None
-        return aio
+                self._go_without(error)
+        return aio if self.reads_together else None
+
+    def _go_without(self, error: OSError) -> None:
+        self.reads_together = False
+        logger.info("nvme tier: slices are read one by one, not by the kernel's AIO: %s", error.strerror)
 
     def _read_staged(self, file: OpenFile, offset_bytes: int, out: Bytes) -> None:
         while out.nbytes:

@@ -52,8 +52,23 @@ class KernelAio:
         context = ctypes.c_ulong(0)
         self._call(setup, ctypes.c_uint(depth), ctypes.byref(context))
         self._context = ctypes.c_ulong(context.value)
+        self._destroy = weakref.finalize(self, self._syscall, ctypes.c_long(destroy), self._context)
         # Not at the interpreter's exit: destroying waits for reads that hang, and the kernel does it then anyway.
-        weakref.finalize(self, self._syscall, ctypes.c_long(destroy), self._context).atexit = False
+        self._destroy.atexit = False
+        try:  # a sandbox may allow some of the calls
+            self._call(self._getevents, self._context, *map(ctypes.c_long, (0, 1)), *map(ctypes.c_void_p, (0, 0)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_closed(self) -> bool:
+        """After `close`, and after a `read` that raised."""
+        return not self._destroy.alive
+
+    def close(self) -> None:
+        """Wait for reads that are under way, and give the kernel's part back. Idempotent."""
+        self._destroy()
 
     def read(self, fds: Sequence[int], offsets: Sequence[int], out: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
         """Fill the rows of `out` (`[n, row_bytes]`, contiguous), each from its descriptor and offset.
@@ -61,6 +76,10 @@ class KernelAio:
         Returns:
             Of each row how many bytes were read, as `pread` says it, or minus the errno. All reads have ended: nothing
             writes into `out` any more.
+
+        Raises:
+            OSError: results cannot be had; and whatever a signal's handler raises. It is closed then: nothing writes
+                into `out`, and no later read can take these results for its own.
         """
         results = np.empty(len(fds), np.int64)
         row_bytes, address = out.shape[1], out.ctypes.data
@@ -69,7 +88,11 @@ class KernelAio:
             iocbs = self._iocbs[: end - start]
             iocbs["fd"], iocbs["offset"] = fds[start:end], offsets[start:end]
             iocbs["buffer"], iocbs["num_bytes"] = address + row_bytes * np.arange(start, end), row_bytes
-            self._read(results[start:end])
+            try:
+                self._read(results[start:end])
+            except BaseException:
+                self.close()
+                raise
         return results
 
     def _read(self, results: npt.NDArray[np.int64]) -> None:

@@ -222,3 +222,58 @@ def test_a_submission_that_takes_few_at_a_time_ends_all_the_same(
     whole = results == LARGE.slice_bytes
     assert all(torch.equal(out[at], slice_of(0, at % 4)) for at in range(20) if whole[at])
     assert set(results[~whole].tolist()) <= {-errno.EBADF, -errno.EAGAIN} and whole.sum() >= 10
+
+
+def test_an_exception_in_the_middle_leaves_nothing_that_a_later_read_could_take_for_its_own(
+    store: NvmeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a hostile tester: a signal's handler that raised left events behind, and rows counted as read."""
+    real = KernelAio._take
+
+    def interrupted(self: KernelAio, results: Any, num: int) -> int:
+        raise KeyboardInterrupt
+
+    for _ in range(5):
+        monkeypatch.setattr(KernelAio, "_take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read_together(store, [0, 1, 2], 0)
+        monkeypatch.setattr(KernelAio, "_take", real)
+        out, failures = read_together(store, [3, 4, 5, 1], 2)
+        assert failures == [None] * 4 and store.reads_together
+        assert all(torch.equal(row, slice_of(slot, 2)) for slot, row in zip((3, 4, 5, 1), out, strict=True))
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_sandbox_that_forbids_to_ask_for_results_costs_nothing_but_time(
+    tmp_path: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    real = KernelAio._call
+
+    def forbidden(self: KernelAio, number: int, *arguments: Any) -> int:
+        if number == self._getevents:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return real(self, number, *arguments)
+
+    if when == "at once":
+        monkeypatch.setattr(KernelAio, "_call", forbidden)
+    store = open_store(tmp_path / "kv", IoMode.DIRECT, LARGE, budget_bytes=32 * MIB)
+    assert store.reads_together == (when == "later")
+    monkeypatch.setattr(KernelAio, "_call", forbidden)
+    for slot in range(3):
+        store.write(Slot(slot), marked_block(slot))
+    for _ in range(2):
+        out, failures = read_together(store, [2, 0], 1)
+        assert failures == [None] * 2 and not store.reads_together
+        assert torch.equal(out[0], slice_of(2, 1)) and torch.equal(out[1], slice_of(0, 1))
+    store.close()
+
+
+def test_close_gives_the_kernels_part_back(store: NvmeStore) -> None:
+    io = store._io
+    assert isinstance(io, DirectIo)
+    aio = io._aio()
+    assert aio is not None and not aio.is_closed
+    store.close()
+    assert aio.is_closed and io._aio() is None

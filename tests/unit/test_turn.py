@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.errors import UnsupportedError
 from kvtier.turn import Turn
 
 pytestmark = pytest.mark.usefixtures("ctrl_c_raises")
@@ -244,3 +245,34 @@ def test_a_turn_that_another_thread_holds_is_not_waited_for_long() -> None:
     thread.join()
     with turn:  # nobody waits for it any more
         pass
+
+
+def test_a_child_forked_while_another_thread_had_the_turn_does_not_wait_for_it_for_ever() -> None:
+    """Found by a hostile tester: `close()`, `new_cache()`, `stats()` of the child hung."""
+    turn, held, release = Turn(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn:
+            held.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    child = os.fork()
+    if not child:
+        try:
+            with turn:
+                os._exit(1)
+        except UnsupportedError as error:
+            os._exit(0 if f"process {os.getppid()}" in str(error) else 2)
+        os._exit(3)
+    deadline_s = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    release.set()
+    thread.join()
+    assert ended == (child, 0)
