@@ -8,13 +8,16 @@ import importlib
 import inspect
 from collections.abc import Callable, Container, Iterable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, cast
 
+from kvtier.config_errors import closest
 from kvtier.errors import ConfigError
 from kvtier.log import logger
 from kvtier.types import BlockId, EvictionPolicy, PrefetchPolicy, SequenceId
 
 GROUP = "kvtier.policies"
+_OWN = "; or name your own as module:Class"
+_WORDS: dict[type, str] = {EvictionPolicy: "eviction", PrefetchPolicy: "prefetch"}
 
 
 def load_eviction(name: str, key: str) -> EvictionPolicy:
@@ -23,10 +26,8 @@ def load_eviction(name: str, key: str) -> EvictionPolicy:
     Raises:
         ConfigError: no such policy, it cannot be imported or built, or it is not an eviction policy.
     """
-    policy = _build(_find(name, key), name, key)
-    if not isinstance(policy, EvictionPolicy):
-        raise ConfigError(f"{key}: {name} is not an eviction policy: it lacks {_missing(policy, EvictionPolicy)}")
-    return policy
+    cls = _find(name, key, EvictionPolicy)
+    return cast(EvictionPolicy, _of_kind(_build(cls, name, key), name, key, EvictionPolicy))
 
 
 def load_prefetch(name: str, depth: int | None, key: str) -> PrefetchPolicy:
@@ -34,13 +35,14 @@ def load_prefetch(name: str, depth: int | None, key: str) -> PrefetchPolicy:
 
     Raises as `load_eviction`.
     """
-    policy = _build(_find(name, key), name, key, **({} if depth is None else {"depth": depth}))
-    if not isinstance(policy, PrefetchPolicy):
-        raise ConfigError(f"{key}: {name} is not a prefetch policy: it lacks {_missing(policy, PrefetchPolicy)}")
-    return policy
+    cls = _find(name, key, PrefetchPolicy)
+    if inspect.isclass(cls) and issubclass(cls, EvictionPolicy):  # or it would be told of its arguments
+        _of_kind(cls, name, key, PrefetchPolicy)
+    policy = _build(cls, name, key, **({} if depth is None else {"depth": depth}))
+    return cast(PrefetchPolicy, _of_kind(policy, name, key, PrefetchPolicy))
 
 
-def _find(name: str, key: str) -> Callable[..., Any]:
+def _find(name: str, key: str, kind: type) -> Callable[..., Any]:
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
@@ -52,14 +54,40 @@ def _find(name: str, key: str) -> Callable[..., Any]:
         _entry_points.cache_clear()  # it may have been installed since
     known = _entry_points()
     if name not in known:
+        names = _known(kind)
         raise ConfigError(
-            f"{key}: there is no policy {name!r}; known: {', '.join(sorted(known)) or 'none (is kvtier installed?)'}; "
-            "or name your own as module:Class"
+            f"{key}: there is no {_WORDS[kind]} policy {name!r}{closest(name, names)}; known: {_listed(names)}{_OWN}"
         )
     try:
         return _callable(known[name].load(), name, key)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}: {name} cannot be imported: {error}") from error
+
+
+def _of_kind(policy: object, name: str, key: str, kind: type) -> object:
+    missing = _missing(policy, kind)
+    if missing:
+        raise ConfigError(
+            f"{key}: {name} is no {_WORDS[kind]} policy: it lacks {missing}; known: {_listed(_known(kind))}{_OWN}"
+        )
+    return policy
+
+
+def _known(kind: type) -> list[str]:
+    """Names of the installed policies of a kind."""
+    found = []
+    for name, point in _entry_points().items():
+        try:
+            cls = point.load()
+        except Exception:  # somebody else's package: it is not what was asked for
+            continue
+        if not _missing(cls, kind):
+            found.append(name)
+    return sorted(found)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none (is kvtier installed?)"
 
 
 @functools.cache

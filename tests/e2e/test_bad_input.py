@@ -313,13 +313,13 @@ def test_policies_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "my_policies.py").write_text(POLICIES)
     monkeypatch.syspath_prepend(tmp_path)
     for name, message in {
-        "lruu": "there is no policy 'lruu'; known: fifo, lru",
+        "lruu": "there is no eviction policy 'lruu' (did you mean lru?); known: fifo, lru",
         "my_policies:Missing": "my_policies:Missing cannot be imported",
         "no_such_module:Lru": "no_such_module",
         "my_policies:Fails": "no licence found",
-        "my_policies:Lacks": "not an eviction policy: it lacks touched, removed, victims",
+        "my_policies:Lacks": "is no eviction policy: it lacks touched, removed, victims",
         "my_policies:function": "not a class",
-        "next_layers": "not an eviction policy",
+        "next_layers": "is no eviction policy",
     }.items():
         bad(tmp_path, ConfigError, f"eviction.cpu: .*{message}", eviction={"cpu": name})
     bad(tmp_path, ConfigError, "prefetch.policy: .*lruu", prefetch={"policy": "lruu"})

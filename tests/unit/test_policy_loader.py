@@ -49,13 +49,13 @@ def test_a_users_class_is_found_by_module_and_class(mine: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("lrru", "known: fifo, lru, mru, next_layers, no_prefetch, recency"),
+        ("lrru", "no eviction policy 'lrru' (did you mean lru?); known: fifo, lru, mru, recency; or name your own"),
         ("my_policies:Missing", "cannot be imported"),
         ("no_such_module:Mine", "cannot be imported"),
         ("my_policies:not_a_class", "not a class"),
         ("my_policies:Broken", "lacks inserted, touched, removed, victims"),
         ("my_policies:NeedsArgument", "cannot be built"),
-        ("next_layers", "not an eviction policy"),
+        ("next_layers", "is no eviction policy: it lacks inserted, touched, removed, victims; known: fifo, lru"),
     ],
 )
 def test_a_bad_name_is_a_config_error_that_names_the_key(mine: str, name: str, says: str) -> None:
@@ -65,5 +65,11 @@ def test_a_bad_name_is_a_config_error_that_names_the_key(mine: str, name: str, s
 
 
 def test_an_eviction_policy_is_no_prefetch_policy() -> None:
-    with pytest.raises(ConfigError, match=r"prefetch\.policy"):
-        load_prefetch("lru", None, "prefetch.policy")
+    for depth in (None, 3):  # which no eviction policy takes
+        with pytest.raises(ConfigError, match=r"prefetch\.policy: lru is no prefetch policy.*known: next_layers, no_"):
+            load_prefetch("lru", depth, "prefetch.policy")
+
+
+def test_a_prefetch_policy_that_is_misspelt_is_told_of_its_own_kind() -> None:
+    with pytest.raises(ConfigError, match=r"no prefetch policy 'next_layer' \(did you mean next_layers\?\); known: n"):
+        load_prefetch("next_layer", None, "prefetch.policy")
