@@ -313,7 +313,7 @@ def test_policies_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "my_policies.py").write_text(POLICIES)
     monkeypatch.syspath_prepend(tmp_path)
     for name, message in {
-        "lruu": "there is no eviction policy 'lruu' (did you mean lru?); known: fifo, lru",
+        "lruu": r"no eviction policy 'lruu' \(did you mean lru\?\); known: fifo, lru, mru, recency",
         "my_policies:Missing": "my_policies:Missing cannot be imported",
         "no_such_module:Lru": "no_such_module",
         "my_policies:Fails": "no licence found",
