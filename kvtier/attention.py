@@ -206,7 +206,8 @@ def _average(parts: list[Partial]) -> torch.Tensor:
         return parts[0].output
     if num_pieces == len(parts) == 2:  # softmax over two is a sigmoid: no copies side by side
         (output, lse), (other, other_lse) = parts
-        return torch.lerp(output.float(), other.float(), torch.sigmoid(other_lse - lse).unsqueeze(-1))
+        wide = lse.dtype  # fp32, but for a model in fp64
+        return torch.lerp(output.to(wide), other.to(wide), torch.sigmoid(other_lse - lse).unsqueeze(-1))
     weights = torch.softmax(_joined([part.lse for part in parts]), dim=0).unsqueeze(-1)
     if len(parts) == 1:
         return (parts[0].output.float() * weights).sum(0, keepdim=True)

@@ -68,6 +68,8 @@ class Keeper:
             if labels.label_if_proven(sealed) is None:
                 labels.prove_beside(sealed)
                 return
+            if not placement.writes.allows():
+                return  # a header is written too: its time comes with that of older writes' end
             label = placement.label_of(sealed, waits=False)  # None: its salt has as much as it may
             if label and not placement.is_held(Tier.NVME, slot) and placement.label_slot(slot, label):
                 placement.note_labelled(block)

@@ -235,6 +235,23 @@ def test_a_slot_that_cannot_be_labelled_is_not_tried_again() -> None:
     assert not tiers.house.placement.unlabelled
 
 
+def test_a_header_that_comes_late_waits_for_the_limit_of_what_is_written() -> None:
+    """Found by a whole run of the tests: three headers went beyond `max_writes`, which data alone had filled."""
+    tiers = Tiers()
+    for _ in range(4):
+        tiers.prompt()
+    tiers.go_on()
+    waiting, writes = list(tiers.house.placement.unlabelled), tiers.house.placement.writes
+    allows = writes.allows
+    writes.allows = lambda *, early=False: False  # type: ignore[method-assign]
+    tiers.prove()
+    assert waiting and not tiers.files.labels and list(tiers.house.placement.unlabelled) == waiting
+    writes.allows = allows  # type: ignore[method-assign]
+    tiers.go_on()
+    tiers.prove()
+    assert len(tiers.files.labels) == len(waiting) and not tiers.house.placement.unlabelled
+
+
 def test_what_a_salt_may_not_keep_does_not_hold_up_the_others() -> None:
     tiers = Tiers()
     for _ in range(4):

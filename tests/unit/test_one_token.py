@@ -112,3 +112,14 @@ def test_layers_that_do_not_lie_evenly_apart_are_refused() -> None:
     layers = [slab.as_strided((2, 1, 4, 4), (200, 16, 4, 1), start) for start in (0, 40, 81)]
     with pytest.raises(IntegrityError, match="evenly"):
         WholeSlab(LayerViews(layers, layers))
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 3])
+def test_pieces_of_a_model_in_fp64_merge(num_pieces: int) -> None:
+    """Found by a whole run of the tests: two pieces did not, for their log-sum-exp is fp64 too."""
+    parts = [Partial(torch.randn(1, 2, 3, 8).double(), torch.randn(1, 2, 3).double()) for _ in range(num_pieces)]
+    weights = torch.softmax(torch.cat([part.lse for part in parts]), 0).unsqueeze(-1)
+    expected = (weights * torch.cat([part.output for part in parts])).sum(0)
+    found = finish(parts, 6, torch.float64)
+    assert found.dtype == torch.float64 and (found.reshape(-1) - expected.reshape(-1)).abs().max() < 1e-6
+    assert (merge(parts).output - expected).abs().max() < 1e-6
