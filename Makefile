@@ -19,7 +19,7 @@ PIP_LINES := grep --line-buffered -oE '^ *(Collecting [^ (]+|Building wheel for 
 help:
 	@echo "make install     set up .venv with everything below (about 3 minutes the first time)"
 	@echo "make demo        a soak run on SmolLM2 under tiny budgets: must end with 'pass' (under 5 minutes)"
-	@echo "make test        the tests (about 17 minutes on 2 cores)"
+	@echo "make test        the tests (about 15 minutes on 2 cores)"
 	@echo "make test-all    the tests with every case of every product, and more rounds (about 21 minutes on 2 cores)"
 	@echo "make check       lint, types, layers, then the tests: what CI runs"
 	@echo "make compat      the contract tests on the oldest transformers that is supported, then on the newest"
