@@ -47,20 +47,27 @@ from tests.fault.table import LEAST_REACHED, Row, report
 def raised(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
     """The errors that a store raised at its readers, by class."""
     errors: Counter[type] = Counter()
-    lock = threading.Lock()
+    lock, inside = threading.Lock(), threading.local()
 
-    def counting(real: Callable[..., None]) -> Callable[..., None]:
-        def read(*arguments: Any) -> None:
+    def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*arguments: Any) -> Any:
+            if getattr(inside, "is_reading", False):  # slices read together may be read one by one
+                return real(*arguments)
+            inside.is_reading, failures = True, []
             try:
-                real(*arguments)
+                failures = real(*arguments) or []
+                return failures
             except StoreError as error:
-                with lock:
-                    errors[type(error)] += 1
+                failures = [error]
                 raise
+            finally:
+                inside.is_reading = False
+                with lock:
+                    errors.update(type(error) for error in failures if error is not None)
 
         return read
 
-    for name in ("read", "read_slice"):
+    for name in ("read", "read_slice", "read_slices"):
         monkeypatch.setattr(NvmeStore, name, counting(getattr(NvmeStore, name)))
     return errors
 
