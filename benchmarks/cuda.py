@@ -104,7 +104,7 @@ def copy_rows(device: Device, num_bytes: int = COPIED_BYTES) -> list[dict[str, A
     shape = BlockShape(1, 1, num_bytes // 512, 128, 128, element_bytes=2)
     store = CpuStore(shape, 1, pin=device.is_async)
     there = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-    host = store.slab().view(-1)[:num_bytes]
+    host = store.slab()[:num_bytes]
     rows = []
     for to_device in (True, False):
         dest, source = (there, host) if to_device else (host, there)

@@ -89,6 +89,7 @@ def move(house: House, meter: Meter, count: int) -> None:
     """Blocks of the gpu tier are demoted, and come back."""
     placement, done = house.placement, 0
     gone = placement.policies[Tier.GPU].victims(count, Evictable(placement, Tier.GPU, running=False))
+    count = len(gone)  # a small house has fewer
     with meter("demote a block and commit", count):
         for _ in range(count):
             done += placement.give_up(Tier.GPU, 1)

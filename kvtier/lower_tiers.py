@@ -18,7 +18,7 @@ from kvtier.log import logger
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.slab import slot_bytes
+from kvtier.stores.slab import joins, slot_bytes
 from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
 from kvtier.types import BlockShape, LayerGroup, Tier
 
@@ -94,7 +94,7 @@ def build_lower(config: KVTierConfig, group: LayerGroup, budgets: dict[Tier, int
                 "be killed when they fill", in_memory, system.memory_limit_bytes(),
             )  # fmt: skip
         with budget_error("tiers.cpu.budget", cpu_bytes):
-            stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda")
+            stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda", joined=joins(shape, device))
 
 
 def _nvme_root(nvme: NvmeTierConfig) -> Path:

@@ -14,7 +14,7 @@ from kvtier.types import Slot, Tier
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Piece = tuple[int, torch.Tensor, torch.Tensor]
-"""A row, and K and V that all of its new columns see whole: `[count, kv_heads, block_tokens, dim]`."""
+"""A row, and K and V that all of its new columns see whole: `[count, kv_heads, tokens, dim]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class RowsPiece:
     """Neighbouring slots, each of which `num_rows` rows see whole: one kernel call for all of them."""
 
     keys: torch.Tensor
-    """`[count, kv_heads, tokens, dim]`."""
+    """`[count, kv_heads, tokens, dim]`; of a joined slab `[1, kv_heads, …]` where the same rows see all of them."""
     values: torch.Tensor
     rows: torch.Tensor
     """`[count * num_rows]`: the rows of the first slot, those of the second, …"""
@@ -45,7 +45,7 @@ class TokenPlace:
     own: Sequence[KeysValues]
     """Its own place, `[1, kv_heads, 1, dim]`."""
     seen: Sequence[Sequence[KeysValues]]
-    """Runs of resident blocks, and last of all the tail with the token in it."""
+    """Runs of resident blocks, and last of all the tail with the token in it, behind a run that ends there."""
 
 
 class WholeSlab:
@@ -57,6 +57,9 @@ class WholeSlab:
     def __init__(self, layers: LayerViews) -> None:
         """Raises IntegrityError unless the layers lie evenly apart in one slab."""
         self._keys, self._values = _over_layers(layers.keys), _over_layers(layers.values)
+        self.block_tokens = self._keys.shape[3]
+        self.is_joined = _is_joined(self._keys[0]) and _is_joined(self._values[0])
+        """Whether neighbouring slots are neighbouring tokens of each head."""
 
     def cut(self, first: int, count: int, start: int = 0, num_tokens: int | None = None) -> Iterator[KeysValues]:
         """Tokens `start …` of slots `first …`, layer by layer: K `[count, kv_heads, num_tokens, key_dim]`, and V.
@@ -67,6 +70,29 @@ class WholeSlab:
         if num_tokens is not None:
             keys, values = keys.narrow(3, start, num_tokens), values.narrow(3, start, num_tokens)
         return zip(keys.unbind(0), values.unbind(0), strict=True)
+
+    def run(self, first: int, num_tokens: int) -> Iterator[KeysValues]:
+        """The tokens from slot `first` on, layer by layer: K `[1, kv_heads, num_tokens, key_dim]`, and V. Where the
+        slab is not joined they must be whole blocks, each of which is a row of K and V then."""
+        count = -(-num_tokens // self.block_tokens)
+        if not self.is_joined:
+            return self.cut(first, count)
+        keys, values = self._keys.narrow(1, first, count), self._values.narrow(1, first, count)
+        return zip(_joined(keys, num_tokens).unbind(0), _joined(values, num_tokens).unbind(0), strict=True)
+
+
+def _is_joined(layer: torch.Tensor) -> bool:
+    """`layer` is `[num_slots, kv_heads, block_tokens, dim]`."""
+    return layer.stride(0) == layer.shape[2] * layer.stride(2)
+
+
+def _joined(slots: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The first tokens of joined `[…, count, kv_heads, block_tokens, dim]`, as `[…, 1, kv_heads, num_tokens, dim]`."""
+    *outer, _, heads, _, dim = slots.shape
+    *outer_strides, _, head_stride, token_stride, _ = slots.stride()
+    # The stride of a dimension of one is any number: that of a head keeps the view inside of the slab.
+    shape, strides = (*outer, 1, heads, num_tokens, dim), (*outer_strides, head_stride, head_stride, token_stride, 1)
+    return slots.as_strided(shape, strides)
 
 
 def _over_layers(layers: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -82,6 +108,9 @@ def _over_layers(layers: Sequence[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
+_Runs = tuple[list[list[KeysValues]], tuple[Slot, int] | None]
+
+
 class Places:
     """Views of the slots that a plan names. They move nothing and stay right as long as the plan does.
 
@@ -93,7 +122,9 @@ class Places:
         counts = {tier: sum(r.count for row in plan.rows for r in row.runs if r.tier is tier) for tier in slabs}
         self.num_resident = [(tier, count) for tier, count in counts.items() if count]
         """By tier, the blocks that are read where they lie, those of every row."""
-        self._runs: dict[tuple[tuple[Tier, ...], int], list[list[KeysValues]]] = {}
+        self._runs: dict[
+            tuple[tuple[Tier, ...], int, Slot], tuple[list[list[KeysValues]], tuple[Slot, int] | None]
+        ] = {}
         self._pieces: dict[tuple[Tier, int, int], list[Piece]] = {}
         self._slots: dict[tuple[int, Slot], KeysValues] = {}
         self._shared: list[tuple[Tier, Slot, list[tuple[int, ...]]]] | None = None
@@ -111,13 +142,21 @@ class Places:
         if tier not in self._slabs:
             return []
         keys, values = self._slabs[tier].keys[position], self._slabs[tier].values[position]
-        return [
-            (number, keys[first : min(first + at_once, end)], values[first : min(first + at_once, end)])
+        cuts = [
+            (number, slice(first, min(first + at_once, end)))
             for number, row in enumerate(self.plan.rows)
             for run in row.runs
             if run.tier is tier
             for end in (run.first + run.count,)
             for first in range(run.first, end, at_once)
+        ]
+        if not self._whole_slabs[tier].is_joined:
+            return [(number, keys[cut], values[cut]) for number, cut in cuts]
+        tokens = self._whole_slabs[tier].block_tokens
+        return [
+            (number, _joined(keys[cut], num_tokens), _joined(values[cut], num_tokens))
+            for number, cut in cuts
+            for num_tokens in ((cut.stop - cut.start) * tokens,)
         ]
 
     def token(self, slot: Slot, start: int, tiers: tuple[Tier, ...], at_once: int) -> TokenPlace:
@@ -126,24 +165,36 @@ class Places:
         Args:
             tiers: whose resident blocks it sees, in pieces of `at_once` blocks at most.
         """
-        slab = self._whole_slabs[Tier.GPU]
-        runs = self._runs.get((tiers, at_once))
-        if runs is None:
-            runs = self._runs[tiers, at_once] = self._all_runs(tiers, at_once)
-        tails = slab.cut(slot, 1, 0, start + 1)
+        slab, key = self._whole_slabs[Tier.GPU], (tiers, at_once, slot)
+        if (found := self._runs.get(key)) is None:
+            found = self._runs[key] = self._all_runs(tiers, at_once, slot)
+        runs, before = found
+        if before is None:
+            tails = slab.cut(slot, 1, 0, start + 1)
+        else:
+            first, num_blocks = before
+            tails = slab.run(first, num_blocks * slab.block_tokens + start + 1)
         return TokenPlace(
             own=list(slab.cut(slot, 1, start, 1)),
             seen=[[*blocks, tail] for blocks, tail in zip(runs, tails, strict=True)],
         )
 
-    def _all_runs(self, tiers: tuple[Tier, ...], at_once: int) -> list[list[KeysValues]]:
-        cuts = [
-            self._whole_slabs[run.tier].cut(first, min(at_once, run.first + run.count - first))
-            for run in self.plan.rows[0].runs
-            if run.tier in tiers
-            for first in range(run.first, run.first + run.count, at_once)
-        ]
-        return [[next(cut) for cut in cuts] for _ in self._slabs[Tier.GPU].keys]
+    def _all_runs(self, tiers: tuple[Tier, ...], at_once: int, tail: Slot) -> _Runs:
+        """By slice index the runs, cut into pieces; and of one that goes on in the tail's slot what is left for its
+        last piece, which the tail then belongs to: where that begins, and how many blocks."""
+        pieces: list[tuple[Tier, Slot, int]] = []
+        before: tuple[Slot, int] | None = None
+        for run in self.plan.rows[0].runs:
+            if run.tier not in tiers:
+                continue
+            end = run.first + run.count
+            cuts = [(Slot(first), min(at_once, end - first)) for first in range(run.first, end, at_once)]
+            if run.tier is Tier.GPU and end == tail and self._whole_slabs[Tier.GPU].is_joined and cuts[-1][1] < at_once:
+                before = cuts.pop()
+            pieces += [(run.tier, first, count) for first, count in cuts]
+        whole = self._whole_slabs
+        cut = [whole[tier].run(first, count * whole[tier].block_tokens) for tier, first, count in pieces]
+        return [[next(each) for each in cut] for _ in self._slabs[Tier.GPU].keys], before
 
     def slot(self, position: int, slot: Slot) -> KeysValues:
         """One layer of a slot of the gpu tier: K and V, `[1, kv_heads, block_tokens, dim]`."""
@@ -172,8 +223,12 @@ class Places:
         tokens; None: all."""
         by_layer: list[list[RowsPiece]] = [[] for _ in self._slabs[Tier.GPU].keys]
         for tier, first, rows, num_tokens in pieces:
+            slab = self._whole_slabs[tier]
+            if slab.is_joined and num_tokens is None and all(each == rows[0] for each in rows):
+                cut, rows = slab.run(first, len(rows) * slab.block_tokens), rows[:1]
+            else:
+                cut = slab.cut(first, len(rows), 0, num_tokens)
             index = _index(rows, self._slabs[tier].keys[0].device)
-            cut = self._whole_slabs[tier].cut(first, len(rows), 0, num_tokens)
             for found, (keys, values) in zip(by_layer, cut, strict=True):
                 found.append(RowsPiece(keys, values, index, len(rows[0])))
         return by_layer

@@ -34,7 +34,7 @@ from kvtier.step_timer import DeviceMark, StepTimer
 from kvtier.stores.base import Store
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.slab import LayerViews, SlabStore
+from kvtier.stores.slab import SlabStore, joins
 from kvtier.timed_files import TimedFiles
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
@@ -127,8 +127,9 @@ class Runtime:
         self.budgets: dict[Tier, int] = {Tier.GPU: self.gpu_budget.budget_bytes}
         build_lower(config, group, self.budgets, self.stores)
         dtype: torch.dtype = getattr(torch, group.dtype)
+        place = torch.device(group.device)
         with budget_error("tiers.gpu.budget", self.gpu_budget.budget_bytes):
-            gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, torch.device(group.device))
+            gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, place, joined=joins(shape, place))
         self.stores[Tier.GPU] = gpu
         self.stores = dict(sorted(self.stores.items()))
         self._pools = {tier: SlotPool(store.num_slots) for tier, store in self.stores.items()}
@@ -137,7 +138,7 @@ class Runtime:
             self._pools[Tier.NVME].hold_back(nvme.held_back())
             if not nvme.persistent and self.labels is not None:  # a share: nothing in it outlives the process
                 self.labels.outlives = False
-        device = self._device = open_device(torch.device(group.device))
+        device = self._device = open_device(place)
         engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
         self.edges = engine.edges
         self.step_timer = StepTimer(
@@ -204,7 +205,7 @@ class Runtime:
         """Which kernel attends to what; empty without CUDA."""
         budget = self.gpu_budget
         limits = StepLimits(budget.max_chunk, budget.num_pieces, budget.gather_bytes, budget.cost, budget.scratch_bytes)
-        slabs = {t: LayerViews.of(s, dtype) for t, s in self.stores.items() if isinstance(s, SlabStore)}
+        slabs = {t: s.by_layer(dtype) for t, s in self.stores.items() if isinstance(s, SlabStore)}
         share = HostShare(config.host_attention, is_on_host=not device.is_async, link_per_s=self._link_slices_s)
         self.manager.upkeep.reads_in_place = share.is_in_place
         self.executor = StepExecutor(group, self.manager, slabs, ring, self.metrics, self.mode, limits, share)

@@ -15,10 +15,8 @@ from kvtier.prefix import Miss
 from kvtier.residency import BlockState
 from kvtier.runtime import Runtime
 from kvtier.sequences import Beginning
-from kvtier.session_archive import zero_behind
 from kvtier.session_record import SessionRecord
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.slab import SlabStore
 from kvtier.timed_files import TimedFiles
 from kvtier.types import BlockId, SequenceId, Slot, SlotLabel, Tier
 
@@ -225,9 +223,9 @@ class SessionKeeper:
         if record.holders > 1 or record.state is BlockState.SEALED:  # others may have more tokens of it
             return
         for tier, slot in record.copies.items():
-            store = runtime.stores[tier]
-            if isinstance(store, SlabStore):
-                zero_behind(store.block(slot), runtime.group.shape, table.tail_tokens)
+            if (slab := runtime.executor.memory.slabs.get(tier)) is not None:
+                for layer in (*slab.keys, *slab.values):
+                    layer[slot, :, table.tail_tokens :] = 0
 
     def num_found(self, record: SessionRecord) -> int:
         """How many of its blocks are in the folder."""

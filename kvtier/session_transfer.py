@@ -26,7 +26,6 @@ from kvtier.session_archive import (
 )
 from kvtier.session_record import salt_digest
 from kvtier.session_registry import Sessions
-from kvtier.stores.slab import SlabStore
 from kvtier.types import BlockId, Tier
 
 
@@ -130,12 +129,8 @@ class _Export:
                     f"block {index} of the session is not to be read now: generate on it once more, which computes it "
                     "again, then export it", (block,),
                 )  # fmt: skip
-            store, slot = runtime.stores[tier], record.copies[tier]
-            if isinstance(store, SlabStore):
-                data = store.block(slot).cpu().clone()
-            else:
-                data = torch.empty(store.shape.block_bytes, dtype=torch.uint8)
-                store.read(slot, data)
+            data = torch.empty(runtime.group.shape.block_bytes, dtype=torch.uint8)
+            runtime.stores[tier].read(record.copies[tier], data)
         num_tokens = min(runtime.group.shape.block_tokens, _left(self._table, index))
         zero_behind(data.numpy(), runtime.group.shape, num_tokens)
         return data.numpy().data
@@ -188,7 +183,6 @@ class _Import:
         """The next block. Raises CapacityError: no tier takes it."""
         runtime, index = self._runtime, len(self._blocks)
         gpu = runtime.stores[Tier.GPU]
-        assert isinstance(gpu, SlabStore)
         with runtime.turn:
             runtime.check_open()
             placement = runtime.placement
@@ -199,7 +193,7 @@ class _Import:
             block = placement.residency.create(self._cache.state.batch.tables[0].sequence, index)
             placement.add_copy(block, Tier.GPU, slot)
             self._blocks.append(block)
-            gpu.block(slot).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            gpu.write(slot, torch.frombuffer(bytearray(data), dtype=torch.uint8))
             self._label(index)  # before it may have to leave for a file
 
     def finish(self) -> tuple[bytes, str]:

@@ -75,7 +75,7 @@ def _rates(device: torch.device, is_pinned: bool, each_s: float, watch: Watch) -
     try:
         if store is not None and not store.pinned:
             raise MemoryError("64 MiB of host memory could not be page-locked")
-        host = store.slab().view(-1) if store is not None else page_aligned(_BLOCK.block_bytes)
+        host = store.slab() if store is not None else page_aligned(_BLOCK.block_bytes)
         host.fill_(1)
         there = torch.empty(_BLOCK.block_bytes, dtype=torch.uint8, device=device)
         return copy_rates(host, there, is_pinned, each_s, lambda: torch.cuda.synchronize(device), watch)

@@ -29,7 +29,7 @@ class Store(ABC):
         """Write a whole block.
 
         Args:
-            block: `[block_bytes]` uint8.
+            block: `[block_bytes]` uint8, or as `check_block` says.
             label: by what a later process may find the block. Only the nvme tier keeps it; the others ignore it.
 
         Raises:
@@ -40,7 +40,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, slot: Slot, out: torch.Tensor) -> None:
-        """Read a whole block into `out` (`[block_bytes]` uint8), checked where the tier keeps checksums.
+        """Read a whole block into `out` (shaped as for `write`), checked where the tier keeps checksums.
 
         Raises:
             ChecksumError, ShortReadError, StoreError: `out` then holds garbage and must not be used.
@@ -97,3 +97,11 @@ class Store(ABC):
                 f"{self.tier.label} store: buffer must be {num_bytes} contiguous uint8, "
                 f"got {tuple(buffer.shape)} {buffer.dtype}"
             )
+
+    def check_block(self, block: torch.Tensor) -> None:
+        """Raise ValueError unless `block` is uint8 and a block's: contiguous `[block_bytes]`, or in the same order
+        `[num_layers, 2, kv_heads, bytes]`, a slot of a joined slab, of which only the last dimension lies together."""
+        shape = self.shape
+        parts = shape.num_layers, 2, shape.kv_heads, shape.block_bytes // (2 * shape.num_layers * shape.kv_heads)
+        if block.shape != parts or block.dtype != torch.uint8 or block.stride(-1) != 1:
+            self.check_buffer(block, shape.block_bytes)

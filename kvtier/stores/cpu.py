@@ -27,12 +27,12 @@ class CpuStore(SlabStore):
         pinned: whether the slab is pinned host memory; False after a failed registration.
     """
 
-    def __init__(self, shape: BlockShape, num_slots: int, pin: bool) -> None:
+    def __init__(self, shape: BlockShape, num_slots: int, pin: bool, joined: bool = False) -> None:
         """Allocate the slab. A registration that fails is one warning, and the store goes on unpinned."""
-        super().__init__(Tier.CPU, shape, num_slots, torch.device("cpu"))
+        super().__init__(Tier.CPU, shape, num_slots, torch.device("cpu"), joined)
         self.pinned = False
         if pin:
-            touch(self.slab().view(-1), min(_TOUCH_THREADS, os.cpu_count() or 1))
+            touch(self.slab(), min(_TOUCH_THREADS, os.cpu_count() or 1))
             self.pinned = page_lock(self.slab(), "cpu tier")
 
     def check_integrity(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvtier.errors import IntegrityError
-from kvtier.stores.slab import LayerViews, SlabStore
+from kvtier.stores.slab import SlabStore
 from kvtier.types import BlockShape, Slot, Tier
 
 
@@ -17,12 +17,14 @@ class GpuStore(SlabStore):
         values: likewise, `[num_slots, kv_heads, block_tokens, value_dim]`.
     """
 
-    def __init__(self, shape: BlockShape, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: BlockShape, num_slots: int, dtype: torch.dtype, device: torch.device, joined: bool = False
+    ) -> None:
         """Allocate it. Raises ValueError for sizes that contradict each other, torch's own error for no memory."""
         if dtype.itemsize != shape.element_bytes:
             raise ValueError(f"gpu store: {dtype} has {dtype.itemsize} bytes, the block shape {shape.element_bytes}")
-        super().__init__(Tier.GPU, shape, num_slots, device)
-        views = LayerViews.of(self, dtype)
+        super().__init__(Tier.GPU, shape, num_slots, device, joined)
+        views = self.by_layer(dtype)
         self.keys, self.values = views.keys, views.values
 
     def same_bytes(self, slot: Slot, other: Slot) -> bool:

@@ -24,12 +24,12 @@ class NullStore(Store):
     def write(self, slot: Slot, block: torch.Tensor, label: SlotLabel | None = None) -> None:
         self._check_open()
         self.check_slot(slot)
-        self.check_buffer(block, self.shape.block_bytes)
+        self.check_block(block)
         self._bytes_by_slot[slot] = block.cpu().numpy().tobytes()
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
-        self.check_buffer(out, self.shape.block_bytes)
-        out.copy_(_tensor(self._written(slot)))
+        self.check_block(out)
+        out.copy_(_tensor(self._written(slot)).view(out.shape))
 
     def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
         self.check_layer(layer)

@@ -189,16 +189,19 @@ class NvmeStore(Store):
         """
         self._check_open()
         self.check_slot(slot)
-        self.check_buffer(block, self.shape.block_bytes)
+        self.check_block(block)
         if label is not None and not self._geometry.fits(label):
             label = None
-        data, payload = self._codec.encode(block.numpy())
+        num_bytes, parts, payload = self._codec.encode(block.numpy())
         self._index.begin(slot)  # before the first byte changes: from here to the end nothing is readable
         try:
             if self._index.is_on_disk(slot):  # before its pages change too
                 self._headers.take_back(slot, *self._space.locate(slot))
-            segment, start = self._space.reserve(slot, data.nbytes)
-            segment.write(start + self._geometry.header_bytes, data)
+            segment, start = self._space.reserve(slot, num_bytes)
+            at = start + self._geometry.header_bytes
+            for part in parts:
+                segment.write(at, part)
+                at += part.nbytes
             if label is not None and self.persistent:
                 self._headers.write(slot, label, payload, segment, start)
         except StoreError:
@@ -211,7 +214,7 @@ class NvmeStore(Store):
         self._index.readable(slot, payload)
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
-        self.check_buffer(out, self.shape.block_bytes)
+        self.check_block(out)
         self._reader.read(slot, *self._written(slot), out.numpy())
 
     def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:

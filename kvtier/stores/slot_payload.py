@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,13 +14,15 @@ from kvtier.codecs.zstd import ZstdCodec
 from kvtier.errors import ConfigError
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.slot_format import CODEC_NONE, ENCODED_SLICE_LIMIT, Bytes, Payload, checksum, whole_pages
+from kvtier.stores.staging import BUFFER_BYTES
 from kvtier.types import BlockShape, Compression
 
 
 class PayloadCodec:
     """Encodes as the config says, and decodes whatever a slot says. Any number of threads at once.
 
-    Memory: a block while one is encoded, a slice for each thread that ever decoded one.
+    Memory: a block while one is encoded; for each thread that ever decoded a slice one, and for each that ever moved a
+    block of a joined slab a slice or a mebibyte, whichever is more.
     """
 
     def __init__(self, shape: BlockShape, compression: Compression) -> None:
@@ -44,25 +47,60 @@ class PayloadCodec:
         with self._lock:
             return self._stored_bytes / self._raw_bytes if self._raw_bytes else 1.0
 
-    def encode(self, block: Bytes) -> tuple[Bytes, Payload]:
-        """What to write for a block, and what to remember of it. Encoded, it is whole pages, on a page's boundary."""
-        step = self._shape.slice_bytes
-        slices = (block[start : start + step] for start in range(0, block.nbytes, step))
+    def encode(self, block: Bytes) -> tuple[int, Iterator[Bytes], Payload]:
+        """What to write for a block: how many bytes, and one behind the other the parts that they lie in. And what to
+        remember of it, which is complete when the last part was asked for; each is valid until the next one is.
+
+        Encoded, it is whole pages, on a page's boundary.
+        """
+        size = self._shape.block_bytes
         if self._encoder is None:
-            self._count(block.nbytes, block.nbytes)
-            return block, Payload(CODEC_NONE, array("Q", map(checksum, slices)))
-        data = _aligned(whole_pages(block.nbytes))
+            self._count(size, size)
+            payload = Payload(CODEC_NONE, array("Q"))
+            return size, self._raw(block, payload.checksums), payload
+        data = _aligned(whole_pages(size))
         checksums, sizes, end = array("Q"), array("I"), 0
-        for raw in slices:
-            encoded = self._encoder.encode(raw)
-            place = data[end : end + encoded.nbytes]
-            place[...] = encoded
-            checksums.append(checksum(place))
-            sizes.append(encoded.nbytes)
-            end += encoded.nbytes
-        self._count(block.nbytes, end)
+        for group in self._groups(block):
+            for raw in group.reshape(-1, self._shape.slice_bytes):
+                encoded = self._encoder.encode(raw)
+                place = data[end : end + encoded.nbytes]
+                place[...] = encoded
+                checksums.append(checksum(place))
+                sizes.append(encoded.nbytes)
+                end += encoded.nbytes
+        self._count(size, end)
         data[end : whole_pages(end)] = 0  # pages are written whole: nothing of another block's stays in the last one
-        return data[: whole_pages(end)], Payload(self._encoder.number, checksums, sizes)
+        return whole_pages(end), iter((data[: whole_pages(end)],)), Payload(self._encoder.number, checksums, sizes)
+
+    def _raw(self, block: Bytes, checksums: array[int]) -> Iterator[Bytes]:
+        for group in self._groups(block):
+            checksums.extend(map(checksum, group.reshape(-1, self._shape.slice_bytes)))
+            yield group
+
+    def _groups(self, block: Bytes) -> Iterator[Bytes]:
+        """A block's bytes, some slices at a time, each time in one piece; a joined one's are copied to be so."""
+        if block.ndim == 1:
+            yield block
+            return
+        for first, count in self.groups():
+            part = block[first : first + count]
+            room = self.room(part.nbytes)
+            np.copyto(room.reshape(part.shape), part)
+            yield room
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        """Slices that are moved together where a block does not lie in one piece: the first, and how many."""
+        shape = self._shape
+        most = max(1, BUFFER_BYTES // shape.slice_bytes)
+        for first in range(0, shape.num_layers, most):
+            yield first, min(most, shape.num_layers - first)
+
+    def room(self, num_bytes: int) -> Bytes:
+        """Room for a group, on a page's boundary: this thread's own until it asks again."""
+        if not hasattr(self._local, "room"):
+            self._local.room = _aligned(max(self._shape.slice_bytes, min(BUFFER_BYTES, self._shape.block_bytes)))
+        room: Bytes = self._local.room
+        return room[:num_bytes]
 
     def buffer(self, num_bytes: int) -> Bytes:
         """Room for an encoded slice, this thread's own until it asks again."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvtier.errors import ChecksumError, StoreError
 from kvtier.stores.file_io import FileIo
 from kvtier.stores.segment import Segment, io_error
@@ -24,17 +26,27 @@ class SlotReader:
         Args:
             start: where the first slice begins in the segment's file.
             payload: what its slices are.
-            out: `[block_bytes]`; after an error it holds anything.
+            out: `[block_bytes]`, or a slot of a joined slab; after an error it holds anything.
 
         Raises: StoreError; ChecksumError for bytes that were not written so.
         """
-        if payload.codec == CODEC_NONE:
-            self._read(segment, slot, start, out)
+        if out.ndim == 1:
+            self._read_group(slot, segment, start, payload, 0, out)
+            return
+        for first, count in self._codec.groups():
+            part = out[first : first + count]
+            room = self._codec.room(part.nbytes)
+            self._read_group(slot, segment, start, payload, first, room)
+            np.copyto(part, room.reshape(part.shape))
+
+    def _read_group(self, slot: Slot, segment: Segment, start: int, payload: Payload, first: int, out: Bytes) -> None:
+        """As many slices as there is room for, from `first` on, and in one piece."""
         step = self._slice_bytes
-        for layer, expected in enumerate(payload.checksums):
-            part = out[layer * step : (layer + 1) * step]
+        if payload.codec == CODEC_NONE:
+            self._read(segment, slot, start + first * step, out)
+        for layer, part in enumerate(out.reshape(-1, step), first):
             if payload.codec == CODEC_NONE:
-                _verify(part, expected, slot, layer, segment)
+                _verify(part, payload.checksums[layer], slot, layer, segment)
             else:
                 self.read_slice(slot, segment, start, payload, layer, part)
 

@@ -108,8 +108,13 @@ class FaultyStore(Store):
     def read(self, slot: Slot, out: torch.Tensor) -> None:
         faults = self._next_faults(_OF_READS)
         self._check_readable(slot)
-        self.inner.read(slot, out)
-        self._spoil(faults, slot, out)
+        flat = out if out.dim() == 1 else torch.empty(out.numel(), dtype=torch.uint8)
+        try:
+            self.inner.read(slot, flat)
+            self._spoil(faults, slot, flat)
+        finally:
+            if flat is not out:
+                out.copy_(flat.view(out.shape))
 
     def read_slice(self, slot: Slot, layer: int, out: torch.Tensor) -> None:
         faults = self._next_faults(_OF_READS)

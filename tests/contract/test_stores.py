@@ -23,17 +23,29 @@ from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.null import NullStore
 from kvtier.stores.nvme import NvmeStore, min_budget_bytes
+from kvtier.stores.slab import joins
 from kvtier.stores.staging import page_aligned
 from kvtier.testing import FakeEngine, Fault, FaultyStore, StoreContract
 from kvtier.testing.stores import NUM_SLOTS, SHAPES, random_block, read
 from kvtier.types import BlockId, BlockShape, Compression, IoMode, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
 
 DTYPES = {2: torch.float16, 4: torch.float32}
+HOST = torch.device("cpu")
 
 
 class TestGpuStore(StoreContract):
     def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
         return GpuStore(shape, num_slots, DTYPES[shape.element_bytes], torch.device("cpu"))
+
+
+class TestJoinedGpuStore(StoreContract):
+    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
+        return GpuStore(shape, num_slots, DTYPES[shape.element_bytes], HOST, joined=joins(shape, HOST))
+
+
+class TestJoinedCpuStore(StoreContract):
+    def make_store(self, shape: BlockShape, num_slots: int, tmp_path: Path) -> Store:
+        return CpuStore(shape, num_slots, pin=False, joined=joins(shape, HOST))
 
 
 class TestCpuStore(StoreContract):

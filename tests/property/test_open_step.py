@@ -18,7 +18,7 @@ from kvtier.plan import Source
 from kvtier.ring import Group
 from kvtier.step import StepState
 from kvtier.stores.gpu import GpuStore
-from kvtier.stores.slab import LayerViews
+from kvtier.stores.slab import LayerViews, joins
 from kvtier.types import (
     AttentionMode,
     BlockShape,
@@ -96,13 +96,17 @@ class World:
     host: HostAttention = HostAttention.NEVER
     beside: bool = False
     """Whether a thread attends to the cpu tier's blocks, as beside a device."""
+    joined: bool = True
+    """Whether slabs are laid out so where they can be, as without a device."""
     rows: list[list[Column]] = field(default_factory=lambda: [[], [], []])
 
     def __post_init__(self) -> None:
         shape = BlockShape(
             len(LAYERS), KV_HEADS, BLOCK_TOKENS, KEY_DIM, self.value_dim, element_bytes=self.dtype.itemsize
         )
-        self.stores = {tier: GpuStore(shape, n, self.dtype, torch.device("cpu")) for tier, n in NUM_SLOTS.items()}
+        host = torch.device("cpu")
+        joined = self.joined and joins(shape, host)
+        self.stores = {tier: GpuStore(shape, n, self.dtype, host, joined) for tier, n in NUM_SLOTS.items()}
         for store in self.stores.values():
             for tensor in (*store.keys, *store.values):
                 tensor.fill_(float("nan"))  # what nobody has written must not be read
@@ -272,16 +276,17 @@ def run(world: World, todo: list[tuple[object, ...]]) -> None:
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
     beside=st.booleans(),
     alone=st.booleans(),
+    joined=st.booleans(),
     **worlds,
 )
 def test_every_row_attends_to_exactly_its_tokens(
     dtype: torch.dtype, value_dim: int, num_pieces: int, group_size: int, seed: int, todo: list[tuple[object, ...]],
-    host: HostAttention, beside: bool, alone: bool,
+    host: HostAttention, beside: bool, alone: bool, joined: bool,
 ) -> None:  # fmt: skip
     """`alone`: a batch of one row, which decodes by a way of its own."""
     if dtype is torch.bfloat16:  # scores written out, or a sink beside a single piece, are of another precision
         todo = [(*each[:3], None, False) if each[0] == "step" else each for each in todo]
-    world = World(dtype, value_dim, num_pieces, group_size, AttentionMode.BLOCKWISE, seed, host, beside)
+    world = World(dtype, value_dim, num_pieces, group_size, AttentionMode.BLOCKWISE, seed, host, beside, joined)
     if alone:
         world.select([0])
         todo = [each for each in todo if each[0] != "select"]
@@ -292,12 +297,13 @@ def test_every_row_attends_to_exactly_its_tokens(
 
 
 @settings(max_examples=60, deadline=None)
-@given(dtype=st.sampled_from([torch.float32, torch.bfloat16]), **worlds)
+@given(dtype=st.sampled_from([torch.float32, torch.bfloat16]), joined=st.booleans(), **worlds)
 def test_gathered_columns_are_what_the_plain_cache_would_hold(
     dtype: torch.dtype, value_dim: int, num_pieces: int, group_size: int, seed: int, todo: list[tuple[object, ...]],
-    host: HostAttention,
+    host: HostAttention, joined: bool,
 ) -> None:  # fmt: skip
-    run(World(dtype, value_dim, num_pieces, group_size, AttentionMode.GATHERED, seed, host), todo)
+    world = World(dtype, value_dim, num_pieces, group_size, AttentionMode.GATHERED, seed, host, joined=joined)
+    run(world, todo)
 
 
 @pytest.mark.parametrize("held", [4, 5, 8])

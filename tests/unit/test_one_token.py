@@ -36,9 +36,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def decoded(held: int) -> tuple[World, Counter[str]]:
-    """What the second layer of a step calls, of one new token behind `held` ones."""
-    world = World(torch.float32, KEY_DIM, 2, 2, AttentionMode.BLOCKWISE, 1)
+def decoded(held: int, *, joined: bool) -> Counter[str]:
+    """What the second layer of a step calls but for views, of one new token behind `held` ones."""
+    world = World(torch.float32, KEY_DIM, 2, 2, AttentionMode.BLOCKWISE, 1, joined=joined)
     world.select([0])
     world.step(held, (0xFFFF,) * 3)
     step = world.house.manager.begin_step(world.batch, [columns([1])])
@@ -51,27 +51,36 @@ def decoded(held: int) -> tuple[World, Counter[str]]:
             opened.attend(layer, query, keys, values, 0.3)
         if number == len(LAYERS) - 1:
             world.house.manager.abort_step(step)
-            return world, calls.counts
+            return calls.counts
     raise AssertionError
+
+
+def work(counts: Counter[str]) -> Counter[str]:
+    return Counter({name: count for name, count in counts.items() if name not in VIEWS})
 
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def test_a_token_costs_a_kernel_call_a_run_and_a_merge_of_three() -> None:
-    _, counts = decoded(BLOCK_TOKENS + 1)  # a full block and a tail
-    work = Counter({name: count for name, count in counts.items() if name not in VIEWS})
-    assert work == {FLASH: 2, "copy_": 2, "sub": 1, "sigmoid": 1, "lerp": 1}
+@pytest.mark.parametrize("num_blocks", [0, 1, 5])
+def test_a_token_behind_neighbouring_blocks_is_one_kernel_call_and_no_merge(num_blocks: int) -> None:
+    counts = decoded(num_blocks * BLOCK_TOKENS + 1, joined=True)
+    assert work(counts) == {FLASH: 1, "copy_": 2}
 
 
-def test_neighbouring_blocks_are_one_kernel_call_however_many() -> None:
-    _, counts = decoded(5 * BLOCK_TOKENS + 1)
-    work = Counter({name: count for name, count in counts.items() if name not in VIEWS})
-    assert work == {FLASH: 2, "copy_": 2, "cat": 2, "_softmax": 1, "mul_": 1, "sum": 1}
+def test_a_token_behind_blocks_by_slots_costs_a_kernel_call_a_run_and_a_merge_of_three() -> None:
+    counts = decoded(BLOCK_TOKENS + 1, joined=False)  # a full block and a tail
+    assert work(counts) == {FLASH: 2, "copy_": 2, "sub": 1, "sigmoid": 1, "lerp": 1}
 
 
-def test_a_token_makes_no_views_of_slots_layer_by_layer() -> None:
-    _, counts = decoded(BLOCK_TOKENS + 1)
+def test_neighbouring_blocks_by_slots_are_one_kernel_call_however_many() -> None:
+    counts = decoded(5 * BLOCK_TOKENS + 1, joined=False)
+    assert work(counts) == {FLASH: 2, "copy_": 2, "cat": 2, "_softmax": 1, "mul_": 1, "sum": 1}
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_token_makes_no_views_of_slots_layer_by_layer(joined: bool) -> None:
+    counts = decoded(BLOCK_TOKENS + 1, joined=joined)
     assert not counts["slice"] and not counts["select"] and not counts["as_strided"]
 
 
@@ -105,6 +114,29 @@ def test_a_cut_of_all_layers_is_the_cut_of_each() -> None:
             expected = layers[number][3:5, :, 1:3]
             assert cut.data_ptr() == expected.data_ptr()
             assert cut.shape == expected.shape and cut.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("num_tokens", [1, BLOCK_TOKENS, 2 * BLOCK_TOKENS + 3])
+def test_a_run_of_a_joined_slab_is_its_blocks_tokens(num_tokens: int) -> None:
+    world = World(torch.float32, KEY_DIM, 2, 2, AttentionMode.BLOCKWISE, 1)
+    store = world.stores[Tier.GPU]
+    for layer in (*store.keys, *store.values):
+        layer.normal_()
+    slab = WholeSlab(LayerViews(store.keys, store.values))
+    assert slab.is_joined
+    for number, (keys, values) in enumerate(slab.run(3, num_tokens)):
+        for run, layers in ((keys, store.keys), (values, store.values)):
+            expected = torch.cat(list(layers[number][3:]), dim=1)[None, :, :num_tokens]
+            assert torch.equal(run, expected) and run.data_ptr() == layers[number][3].data_ptr()
+
+
+def test_a_run_of_a_slab_by_slots_is_a_row_a_block() -> None:
+    world = World(torch.float32, KEY_DIM, 2, 2, AttentionMode.BLOCKWISE, 1, joined=False)
+    store = world.stores[Tier.GPU]
+    slab = WholeSlab(LayerViews(store.keys, store.values))
+    assert not slab.is_joined
+    for number, (keys, _) in enumerate(slab.run(3, 2 * BLOCK_TOKENS)):
+        assert keys.data_ptr() == store.keys[number][3].data_ptr() and keys.shape == store.keys[number][3:5].shape
 
 
 def test_layers_that_do_not_lie_evenly_apart_are_refused() -> None:
