@@ -37,7 +37,8 @@ _LEAST_US = 0.1  # a difference of two times may come out as nothing, or less
 
 @dataclass(frozen=True, slots=True)
 class AttentionRate:
-    """One new token's attention, as kvtier computes it: block by block, over K and V in blocks of 256 tokens."""
+    """One new token's attention, as kvtier computes it over blocks of 256 tokens: on the processor over a run of them
+    as one piece, on a CUDA device block by block."""
 
     device: int | None
     """The CUDA device's index; None: the processor."""
@@ -60,7 +61,8 @@ class StepCost:
     step_us: float | NotMeasured
     """A step without its layers."""
     layer_us: float | NotMeasured
-    """One layer more, with two calls of attention: over a block and over the tail."""
+    """One layer more, with attention over a block and over the tail behind it: one call on the processor, where they
+    lie joined, two on a CUDA device."""
     call_us: float | NotMeasured
     """One call of attention more, with its share of the merge."""
 
@@ -115,12 +117,14 @@ def _attention_rate(device: torch.device, dtype: torch.dtype, heads: int, each_s
     if device.type == "cpu" and memory_available_bytes() < 4 * _BYTES:
         raise MemoryError("too little memory is free for 64 MiB")
     block_bytes = 2 * _KV_HEADS * _BLOCK_TOKENS * _HEAD_DIM * dtype.itemsize
+    joined = device.type == "cpu"
+    rows, tokens = (1, _AT_ONCE * _BLOCK_TOKENS) if joined else (_AT_ONCE, _BLOCK_TOKENS)
     blocks = torch.ones(
-        _BYTES // block_bytes, 2, _KV_HEADS, _BLOCK_TOKENS, _HEAD_DIM, dtype=dtype, device=device
-    )  # K, then V, as in a slot
+        _BYTES // (_AT_ONCE * block_bytes), 2, rows, _KV_HEADS, tokens, _HEAD_DIM, dtype=dtype, device=device
+    )
     query = torch.ones(1, _KV_HEADS, heads, _HEAD_DIM, dtype=dtype, device=device)
     kernel = _kernel(device, dtype)
-    pieces = itertools.cycle((piece[:, 0], piece[:, 1]) for piece in torch.split(blocks, _AT_ONCE))
+    pieces = itertools.cycle((keys, values) for keys, values in blocks)
     seconds = median_s(lambda: partial_attention(query, *next(pieces), kernel), _settle(device), each_s, each_s + 1.0)
     return _AT_ONCE * block_bytes / seconds
 

@@ -16,9 +16,6 @@ from kvtier.planner.rates import Rates
 from kvtier.stores.space_limits import expected_frac
 from kvtier.types import AttentionMode, Tier
 
-_CALLS = 2
-"""Calls of attention that the doctor's figure for a layer has in it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Term:
@@ -101,8 +98,12 @@ def expected_round(
     step_s, layer_s = rates.decoding_s("step", num_threads), rates.decoding_s("layer", num_threads)
     num_layers = card.num_full + card.num_window + card.num_linear
     columns = card.heads * card.head_dim  # the hidden size, but for a few families
-    calls = card.num_full * max(0, _num_calls(placed, users, steps, layout.gpu.num_pieces) - _CALLS * steps)
     on_cuda = layout.device == "cuda"
+    # The doctor's figure for a layer has calls in it: over a block and the tail, or over both in one piece.
+    in_layer = (2 if on_cuda else 1) * steps
+    calls = card.num_full * max(
+        0, _num_calls(placed, users, steps, layout.gpu.num_pieces, joined=not on_cuda) - in_layer
+    )
     streamed = placed.blocks[Tier.NVME] + (placed.blocks[Tier.CPU] if on_cuda else 0)
     computing = [
         _by_rate("weights", steps * card.read_parameters * card.element_bytes,
@@ -134,10 +135,12 @@ def expected_round(
     return Expected(tuple(computing), tuple(beside), bound.seconds)
 
 
-def _num_calls(placed: Placement, users: int, steps: int, num_pieces: int) -> int:
-    """Of all steps, for each layer: tails, which lie on the gpu tier, and full blocks, so many a call."""
-    full = {tier: count - users if tier is Tier.GPU else count for tier, count in placed.blocks.items()}
-    return steps + sum(-(-max(0, count) // num_pieces) for count in full.values())
+def _num_calls(placed: Placement, users: int, steps: int, num_pieces: int, *, joined: bool) -> int:
+    """Of all steps, for each layer: full blocks, so many a call, and tails, which lie on the gpu tier: joined, they are
+    a run's last."""
+    full = {tier: count - users if tier is Tier.GPU and not joined else count for tier, count in placed.blocks.items()}
+    calls = sum(-(-max(0, count) // num_pieces) for count in full.values())
+    return calls if joined else calls + steps
 
 
 def _reading(layout: Layout, rates: Rates, num_bytes: int) -> tuple[float | None, float | None]:

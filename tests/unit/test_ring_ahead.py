@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def settle(slots: Slots) -> None:
     before = -1
     while before != len(slots.reads) or any(slots.reading.values()):
         before = len(slots.reads)
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("num_slices", [2, 3, 5, 16, 100])
@@ -91,6 +92,10 @@ def test_every_step_of_one_plan_gets_every_slice_right(num_slices: int, num_sour
     ring.close()
 
 
+def _both_steps(plan: StepPlan) -> list[tuple[int, Slot]]:
+    return 2 * [(layer, source.slot) for layer in range(SHAPE.num_layers) for source in plan.streamed]
+
+
 def test_a_plan_that_came_twice_is_read_for_before_it_comes_again() -> None:
     slots = Slots()
     ring, plan = ring_of(slots), plan_of(2)
@@ -99,7 +104,8 @@ def test_a_plan_that_came_twice_is_read_for_before_it_comes_again() -> None:
     assert len(slots.reads) == SHAPE.num_layers * 2  # nobody knows yet that it comes again
     step(ring, plan, slots)
     settle(slots)
-    ahead = slots.reads[2 * SHAPE.num_layers * 2 :]
+    # By what was read and not by when: under load a thread's read ahead may begin before another's of this step.
+    ahead = list((Counter(slots.reads) - Counter(_both_steps(plan))).elements())
     assert {layer for layer, _ in ahead} == {0, 1}  # as far as the policy looks behind the last layer
     step(ring, plan, slots)
     settle(slots)
