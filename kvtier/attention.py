@@ -174,7 +174,7 @@ def merge(parts: list[Partial]) -> Partial:
 
     Cost: reads every output once. A lone piece is returned as it is.
     """
-    if len(parts) == 1 and len(parts[0].lse) == 1:
+    if len(parts) == 1 and parts[0].lse.shape[0] == 1:
         return parts[0]
     lse = _joined([part.lse for part in parts])
     return Partial(_average(parts), torch.logsumexp(lse, 0, keepdim=True))
@@ -201,7 +201,7 @@ def _average(parts: list[Partial]) -> torch.Tensor:
 
     The fewer calls the better: behind the kernel each finds the processor's caches full of K and V.
     """
-    num_pieces = sum(len(part.lse) for part in parts)
+    num_pieces = sum([part.lse.shape[0] for part in parts])  # len() of a tensor is a call of Python
     if num_pieces == 1:
         return parts[0].output
     if num_pieces == len(parts) == 2:  # softmax over two is a sigmoid: no copies side by side
