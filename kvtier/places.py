@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,18 @@ class TokenPlace:
     """Its own place, `[1, kv_heads, 1, dim]`."""
     seen: Sequence[Sequence[KeysValues]]
     """Runs of resident blocks, and last of all the tail with the token in it, behind a run that ends there."""
+
+
+def _together(rows: Sequence[tuple[int, ...]]) -> list[Sequence[tuple[int, ...]]]:
+    """Of neighbouring slots of a joined slab, by who sees each, those that make one piece: seen by the same rows.
+
+    All of them, each a row of one kernel call, where that would make calls of less than `_LEAST_BLOCKS`.
+    """
+    groups: list[Sequence[tuple[int, ...]]] = [list(group) for _, group in itertools.groupby(rows)]
+    return groups if len(rows) >= _LEAST_BLOCKS * len(groups) else [rows]
+
+
+_LEAST_BLOCKS = 2
 
 
 class WholeSlab:
@@ -223,14 +236,18 @@ class Places:
         tokens; None: all."""
         by_layer: list[list[RowsPiece]] = [[] for _ in self._slabs[Tier.GPU].keys]
         for tier, first, rows, num_tokens in pieces:
-            slab = self._whole_slabs[tier]
-            if slab.is_joined and num_tokens is None and all(each == rows[0] for each in rows):
-                cut, rows = slab.run(first, len(rows) * slab.block_tokens), rows[:1]
-            else:
-                cut = slab.cut(first, len(rows), 0, num_tokens)
-            index = _index(rows, self._slabs[tier].keys[0].device)
-            for found, (keys, values) in zip(by_layer, cut, strict=True):
-                found.append(RowsPiece(keys, values, index, len(rows[0])))
+            slab, device = self._whole_slabs[tier], self._slabs[tier].keys[0].device
+            start = first
+            for group in _together(rows) if slab.is_joined and num_tokens is None else [rows]:
+                count = len(group)
+                if slab.is_joined and num_tokens is None and len(set(group)) == 1:
+                    cut, group = slab.run(start, count * slab.block_tokens), group[:1]
+                else:
+                    cut = slab.cut(start, count, 0, num_tokens)
+                index = _index(group, device)
+                for found, (keys, values) in zip(by_layer, cut, strict=True):
+                    found.append(RowsPiece(keys, values, index, len(group[0])))
+                start = Slot(start + count)
         return by_layer
 
     def _runs_of_rows(self) -> list[tuple[Tier, Slot, list[tuple[int, ...]]]]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtier.attention import Partial, finish, merge
 from kvtier.errors import IntegrityError
 from kvtier.open_step import OpenStep
-from kvtier.places import WholeSlab
+from kvtier.places import WholeSlab, _together
 from kvtier.stores.slab import LayerViews
 from kvtier.types import AttentionMode, Tier
 from tests.property.test_open_step import BLOCK_TOKENS, HEADS, KEY_DIM, KV_HEADS, LAYERS, World
@@ -137,6 +137,24 @@ def test_a_run_of_a_slab_by_slots_is_a_row_a_block() -> None:
     assert not slab.is_joined
     for number, (keys, _) in enumerate(slab.run(3, 2 * BLOCK_TOKENS)):
         assert keys.data_ptr() == store.keys[number][3].data_ptr() and keys.shape == store.keys[number][3:5].shape
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(0,)] * 3, [3]),
+        ([(0,)] * 2 + [(1,)] * 3, [2, 3]),
+        ([(0,), (1,), (0,)], [3]),
+        ([(0,), (1,), (0,), (0,), (0,), (1,)], [6]),
+        ([(0, 1)] * 4 + [(1, 2)], [4, 1]),
+    ],
+)
+def test_neighbouring_slots_of_several_rows_are_as_few_pieces_as_pays(
+    rows: list[tuple[int, ...]], expected: list[int]
+) -> None:
+    """Each row's blocks are one long piece, unless that makes a call of nearly each block."""
+    groups = _together(rows)
+    assert [len(group) for group in groups] == expected and [row for group in groups for row in group] == rows
 
 
 def test_layers_that_do_not_lie_evenly_apart_are_refused() -> None:
