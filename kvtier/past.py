@@ -22,7 +22,7 @@ class Past:
         self.places = memory.places(plan)
         self._metrics = step.batch.metrics
         self.at_once = memory.num_pieces if step.num_new > 1 else memory.num_decode_pieces
-        """Blocks of one kernel call at most."""
+        """Blocks of one kernel call at most, each a row of it."""
         # Those of the cpu tier are attended to beside a device, where there is one.
         self._tiers = (Tier.GPU, Tier.CPU) if memory.attender is None else (Tier.GPU,)
         self._tails: list[list[RowsPiece]] | None = None
@@ -40,7 +40,8 @@ class Past:
         Raises:
             BlockLostError, TransferTimeoutError: the step must be aborted.
         """
-        step, places, at_once = self._step, self.places, self.at_once
+        step, places = self._step, self.places
+        at_once = self._memory.num_joined_pieces if step.num_new > 1 else self.at_once
         for tier in self._tiers:
             yield from places.pieces(tier, position, at_once)
         for number in range(len(step.rows)):

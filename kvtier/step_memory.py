@@ -38,8 +38,10 @@ class StepMemory:
         self.positions = {layer: position for position, layer in enumerate(group.layers)}
         self.dtype = self.slabs[Tier.GPU].keys[0].dtype
         # What attention copies or writes out beside K and V is in the budget for so many blocks at once; a single
-        # query's results are small.
-        self.num_decode_pieces = num_pieces if group.is_wide or group.writes_scores else 1 << 30
+        # query's results are small, and those of a chunk are as many for a long piece as for a block.
+        unbounded = num_pieces if group.is_wide or group.writes_scores else 1 << 30
+        is_joined = all(slab.is_joined for slab in self._whole_slabs.values())
+        self.num_decode_pieces, self.num_joined_pieces = unbounded, unbounded if is_joined else num_pieces
         device = torch.device(group.device)
         self.attender = HostAttender(device, share) if device.type != "cpu" and Tier.CPU in self.slabs else None
         """Attends beside the device; None: the model runs on the CPU, and needs no one beside it."""
