@@ -20,6 +20,9 @@ MiB, 16 in flight, the faster of two engines); `bound_frac` is the share of it t
 `/proc/self/io` shows less than 95 % of these bytes is invalid, and so is one whose blocks moved meanwhile or whose last
 logits are further from `dynamic`'s than 1e-2.
 
+`code` is what kvtier's own code takes of a token, and of each layer, measured on a thin twin of the model
+(`benchmarks/decode_code.py`); `code_frac` of `all_gpu` is the share that it has of that row's time.
+
 Run as `python -m kvtier.benchmarks.decode`. Cost: about 10 minutes and 2 GB of disk (one thread, SmolLM2); `--quick`,
 4,096 tokens in fewer rounds, under one.
 """
@@ -41,6 +44,7 @@ from rich.table import Table
 
 from kvtier.benchmarks.cold import is_cold
 from kvtier.benchmarks.command import fill, finish, parse
+from kvtier.benchmarks.decode_code import measure_code
 from kvtier.benchmarks.decode_sides import SIDES, Given, Sample, Side, make
 from kvtier.benchmarks.fio import ReadPeak
 from kvtier.benchmarks.models import LoadedModel, load_model
@@ -208,8 +212,19 @@ def table(document: dict[str, Any]) -> Table:
     columns = ("case", "context", "ms/token", "to dynamic", "spread", *(f"to {other}" for other in _OTHERS),
                "bound, ms", "stall", "MB read", "logit diff", "")  # fmt: skip
     disk = document["disk_bytes_per_s"]
+    code = document["code"]
     title = f"Decode, speed to others, {document['model']}, {document['pairs']} rounds of {document['tokens']} tokens"
-    return fill(Table(title=title + (f"; fio reads {disk / 1e9:.2f} GB/s" if disk else "")), columns, rows)
+    return fill(
+        Table(title=title + (f"; fio reads {disk / 1e9:.2f} GB/s" if disk else "") + _of_code(code)), columns, rows
+    )
+
+
+def _of_code(code: dict[str, Any] | None) -> str:
+    return (
+        ""
+        if code is None
+        else f"; kvtier's code {code['us_per_token']:.0f} us/token, {code['us_per_layer']:.0f} a layer"
+    )
 
 
 def _ratio(row: dict[str, Any], other: str) -> str:
@@ -255,6 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     loaded, options.cases, context, num_tokens=options.tokens, num_pairs=options.pairs,
                     seed=options.seed, folder=Path(own), disk=disk,
                 )  # fmt: skip
+    with console.status("what the code takes"):
+        code = measure_code(loaded.model, max(5, options.pairs))
+    for row in rows:
+        if code is not None and row["case"] == "all_gpu":
+            row["code_frac"] = code["us_per_token"] / (row["ms_per_token"] * 1e3)
     document = {
         "benchmark": "decode",
         "quick": options.quick,
@@ -263,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tokens": options.tokens,
         "disk_bytes_per_s": None if disk is None else disk.bytes_per_s,
         "fio": None if disk is None else disk.version,
+        "code": code,
         "rows": rows,
     }
     finish(document, [table(document)], options, load_before)
