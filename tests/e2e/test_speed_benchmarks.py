@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtier import TieredKV
-from kvtier.benchmarks import decode, decode_sides, lookup, prefill, prefill_child
+from kvtier.benchmarks import decode, decode_code, decode_sides, lookup, prefill, prefill_child
 from kvtier.benchmarks.budgets import SHARES, layout, tier_config
 from kvtier.benchmarks.fio import ReadPeak
 from kvtier.benchmarks.models import LoadedModel, twin
@@ -103,7 +103,10 @@ def test_decode_has_a_row_for_each_case_and_all_compute_the_same(loaded: LoadedM
     assert half["bound_ms"] == max(half["read_bound_ms"], by_case["all_gpu"]["ms_per_token"])
     assert half["bound_frac"] > 0 and by_case["all_gpu"]["bound_frac"] == 1
     assert {"ratio_to_static", "ratio_to_all_gpu", "ratio_to_naive_lru"} <= set(half)
-    document = {"model": "m", "pairs": 5, "tokens": 2, "rows": rows, "disk_bytes_per_s": 1e9}
+    code = decode_code.measure_code(loaded.model, 5)
+    assert code is not None and code["num_layers"] == loaded.model.config.num_hidden_layers
+    assert code["us_per_layer"] == code["us_per_token"] / code["num_layers"] and len(code["us_spread"]) == 2
+    document = {"model": "m", "pairs": 5, "tokens": 2, "rows": rows, "disk_bytes_per_s": 1e9, "code": code}
     assert decode.table(document).row_count == len(rows)
     json.dumps(document)
 
