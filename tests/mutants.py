@@ -79,7 +79,7 @@ class Mutant:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        if self.file == RING:
+        if self.file in (RING, READS):
             return RING_TESTS
         if self.file in (ATTENTION, OPEN_STEP, PAST, PLACES, STEP_MEMORY):
             return TENSOR_TESTS
@@ -116,7 +116,7 @@ MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 COPIES, USE, HUNG = "kvtier/copies.py", "kvtier/tier_use.py", "kvtier/hung_moves.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
-BREAKER, RING = "kvtier/breaker.py", "kvtier/ring.py"
+BREAKER, RING, READS = (f"kvtier/{name}.py" for name in ("breaker", "ring", "slice_reads"))
 RUNNING = "kvtier/running.py"
 LOSSES = "kvtier/losses.py"
 WEAR = "kvtier/wear.py"
@@ -391,9 +391,9 @@ MUTANTS = [
     Mutant("a late read's cell is used again", RING, "for cell in cells if cell not in taken", "for cell in cells"),
     Mutant(
         "late reads go on",
-        RING,
-        "if read.generation != self._generation:\n                return  # nobody",
-        "if False:\n                return  # nobody",
+        READS,
+        "if read.generation != self._generation:\n                return",
+        "if False:\n                return",
     ),
     Mutant(
         "ceiling not lowered on a full disk",
