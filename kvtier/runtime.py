@@ -16,12 +16,13 @@ from kvtier.device import Device
 from kvtier.errors import BudgetError, ClosedError, KVTierError
 from kvtier.executor import StepExecutor, StepLimits
 from kvtier.host_attention import HostShare
-from kvtier.labels import Labels, Source
+from kvtier.labels import Labels
 from kvtier.load_or_recompute import Meter
 from kvtier.log import logger
 from kvtier.lower_tiers import budget_error, build_lower, gpu_budget, streaming
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
+from kvtier.origin import Source
 from kvtier.placement import Placement, Watermark
 from kvtier.policy import load_eviction, load_prefetch
 from kvtier.prefix_cache import PrefixCache

@@ -8,8 +8,8 @@ from dataclasses import replace
 from kvtier.block_table import BlockTable, TokenSource
 from kvtier.errors import StoreError
 from kvtier.hf import TieredCache
-from kvtier.labels import Sealed
 from kvtier.log import logger
+from kvtier.origin import Sealed
 from kvtier.residency import BlockState
 from kvtier.runtime import Runtime
 from kvtier.sequences import Beginning

@@ -15,8 +15,8 @@ import torch
 
 from kvtier.errors import ClosedError, SessionExistsError, StoreError, UnsupportedError
 from kvtier.hf import TieredCache, check_process
-from kvtier.labels import Sealed
 from kvtier.log import logger
+from kvtier.origin import Sealed
 from kvtier.runtime import Runtime
 from kvtier.session_info import SessionInfo, info_of_cache, info_of_record
 from kvtier.session_keeper import SessionKeeper
