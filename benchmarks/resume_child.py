@@ -22,7 +22,7 @@ from kvtier.benchmarks.cold import drop_cache
 from kvtier.benchmarks.models import load_model
 from kvtier.benchmarks.spent import spent
 from kvtier.hf.fingerprint import Fingerprints
-from kvtier.labels import Fingerprint
+from kvtier.origin import Fingerprint
 
 
 @contextmanager

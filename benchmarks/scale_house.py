@@ -14,9 +14,10 @@ from typing import Any
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.identity import digest
-from kvtier.labels import Fingerprint, Labels, Origin, namespace_of
+from kvtier.labels import Labels
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
+from kvtier.origin import Fingerprint, Origin, namespace_of
 from kvtier.placement import Placement, Watermark
 from kvtier.policy import load_eviction
 from kvtier.prefix_cache import PrefixCache

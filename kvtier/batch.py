@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtier.block_table import BlockTable
 from kvtier.errors import IntegrityError
-from kvtier.labels import Origin
 from kvtier.metrics import SequenceMetrics
+from kvtier.origin import Origin
 
 
 class Batch:

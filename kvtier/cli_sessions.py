@@ -24,7 +24,8 @@ from kvtier.session_record import salt_digest
 from kvtier.terminal import page_console, printable
 
 if TYPE_CHECKING:
-    from kvtier.session_folder import FolderSession, SessionFolder
+    from kvtier.folder_session import FolderSession
+    from kvtier.session_folder import SessionFolder
 
 app = typer.Typer(no_args_is_help=True, help="The conversations in an nvme folder: list, show, delete, export, import.")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvtier.errors import IntegrityError, TransferTimeoutError
 from kvtier.hung_moves import HungMoves
-from kvtier.labels import Sealed
 from kvtier.metrics import Metrics
+from kvtier.origin import Sealed
 from kvtier.policy import GuardedPolicy
 from kvtier.prefix import Miss, PrefixIndex
 from kvtier.quota import Quota

@@ -6,7 +6,7 @@ Written for CUDA and not yet run on a GPU: its order is tested with the fake dev
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -103,3 +103,16 @@ def _wait(stream: torch.cuda.Stream, event: Event) -> None:
 def open_device(device: torch.device) -> Device:
     """The queues of the device that a model lies on."""
     return CudaDevice(device) if device.type == "cuda" else HostDevice()
+
+
+def timing_mark(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
+    """What notes a moment of the current CUDA stream, to tell times between two; None where nothing is queued."""
+    if device.type != "cuda":
+        return None
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return mark

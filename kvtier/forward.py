@@ -236,7 +236,7 @@ class _SplitForward:
 
     def _run_step(self, arguments: dict[str, Any], new: list[NewColumns]) -> Any:
         executor = self._runtime.executor
-        self._runtime.stepping_bytes = self._state.untiered.num_bytes
+        self._runtime.untiered.stepping_bytes = self._state.untiered.num_bytes
         opened: OpenStep = executor.open(self._batch, new)
         before = current_step.set(opened)
         started_s, stalled_s = time.monotonic(), self._runtime.metrics.stall_s
@@ -247,7 +247,7 @@ class _SplitForward:
                 torch.cuda.synchronize()  # its kernels are only queued, and what they take is what counts
             took_s = time.monotonic() - started_s
             self._state.untiered.measure()
-            self._runtime.check_untiered()
+            self._runtime.untiered.check()
             self._runtime.turn.check()  # the last place where a Ctrl-C leaves the state as before the step
         except BaseException:  # whatever it is, no step stays open
             executor.abort(opened.step)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from itertools import islice
 
 from kvtier.errors import CapacityError
-from kvtier.labels import Sealed
+from kvtier.origin import Sealed
 from kvtier.placement import Placement
 from kvtier.types import BlockId, MovePurpose, Slot, Tier
 

@@ -1,4 +1,4 @@
-"""What each tier may take of this machine, and the stores in host memory and on disk."""
+"""What each tier may take of this machine, the stores in host memory and on disk, and how many read them at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from kvtier.stores.cpu import CpuStore
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.slab import joins, slot_bytes
 from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
-from kvtier.types import BlockShape, LayerGroup, Tier
+from kvtier.types import BlockShape, IoMode, LayerGroup, Tier
+
+DIRECT_STREAM_THREADS = 32
+TOGETHER_BYTES = 4 << 20  # of slices that one thread reads together: enough for a disk; others verify meanwhile
 
 
 @contextmanager
@@ -95,6 +98,16 @@ def build_lower(config: KVTierConfig, group: LayerGroup, budgets: dict[Tier, int
             )  # fmt: skip
         with budget_error("tiers.cpu.budget", cpu_bytes):
             stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda", joined=joins(shape, device))
+
+
+def streaming(nvme: Store | None, num_threads: int, ring_slices: int) -> dict[str, int]:
+    """How reads that are streamed are spread over threads: `num_threads` and `num_together` of the ring."""
+    if not isinstance(nvme, NvmeStore) or nvme.io.mode is not IoMode.DIRECT:
+        return {"num_threads": num_threads}
+    if nvme.reads_together:
+        return {"num_threads": num_threads, "num_together": max(1, TOGETHER_BYTES // nvme.shape.slice_bytes)}
+    # Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing.
+    return {"num_threads": max(num_threads, min(DIRECT_STREAM_THREADS, ring_slices))}
 
 
 def _nvme_root(nvme: NvmeTierConfig) -> Path:

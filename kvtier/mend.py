@@ -74,13 +74,13 @@ class Mender:
         cache = TieredCache(self._runtime, batch=batch, salt=self._state.salt)
         own, given = cache.state, self._state
         own.weights, own.structure, own.modules = given.weights, given.structure, given.modules
-        self._runtime.is_mending = True
+        self._runtime.untiered.is_mending = True
         try:
             yield partial(self._compute, cache)
         finally:
-            self._runtime.is_mending = False
+            self._runtime.untiered.is_mending = False
             # Not when the collector finds it: its windows count in the budget.
-            self._runtime.untiered.discard(cache.state.untiered)
+            self._runtime.untiered.caches.discard(cache.state.untiered)
 
     @torch.no_grad()
     def _compute(self, cache: TieredCache, span: Span) -> None:

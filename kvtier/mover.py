@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 
 from kvtier.breaker import Clock
 from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
-from kvtier.labels import Labels, Sealed
+from kvtier.labels import Labels
 from kvtier.metrics import Metrics, SequenceMetrics, Stall
+from kvtier.origin import Sealed
 from kvtier.slots import SlotPool
 from kvtier.tier_use import TierUse
 from kvtier.types import (

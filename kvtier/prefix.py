@@ -9,7 +9,7 @@ import enum
 from collections import Counter, OrderedDict
 
 from kvtier.errors import IntegrityError
-from kvtier.labels import Sealed
+from kvtier.origin import Sealed
 from kvtier.types import BlockId, SlotLabel
 
 

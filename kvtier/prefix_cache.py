@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvtier.block_table import BlockTable
 from kvtier.identity import token_content
-from kvtier.labels import Origin, Sealed
+from kvtier.origin import Origin, Sealed
 from kvtier.placement import Placement
 from kvtier.prefix import Miss
 from kvtier.types import BlockId, SequenceId, Slot, SlotLabel, Tier

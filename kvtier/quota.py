@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.errors import StoreError, TransferTimeoutError
-from kvtier.labels import Sealed
 from kvtier.log import logger
+from kvtier.origin import Sealed
 from kvtier.prefix import Miss, PrefixIndex
 from kvtier.types import BlockId, Slot
 

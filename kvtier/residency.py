@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import cast
 
 from kvtier.errors import IntegrityError
-from kvtier.labels import Sealed
+from kvtier.origin import Sealed
 from kvtier.types import BlockId, Move, SequenceId, Slot, Tier
 
 

@@ -10,8 +10,8 @@ import torch
 
 from kvtier.block_table import BlockTable
 from kvtier.hf import PLAIN_ARGUMENTS, TieredCache
-from kvtier.labels import Origin
 from kvtier.load_or_recompute import best_cut
+from kvtier.origin import Origin
 from kvtier.prefix import Miss
 from kvtier.prefix_cache import Match
 from kvtier.sequences import Beginning

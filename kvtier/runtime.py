@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Container
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvtier import attention_cuda
 from kvtier.config import KVTierConfig
-from kvtier.cuda_device import open_device
+from kvtier.cuda_device import open_device, timing_mark
 from kvtier.device import Device
-from kvtier.errors import BudgetError, ClosedError, KVTierError, StoreError
+from kvtier.errors import BudgetError, ClosedError, KVTierError
 from kvtier.executor import StepExecutor, StepLimits
 from kvtier.host_attention import HostShare
-from kvtier.labels import Labels, Source
+from kvtier.labels import Labels
 from kvtier.load_or_recompute import Meter
 from kvtier.log import logger
-from kvtier.lower_tiers import budget_error, build_lower, gpu_budget
+from kvtier.lower_tiers import budget_error, build_lower, gpu_budget, streaming
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
+from kvtier.origin import Source
 from kvtier.placement import Placement, Watermark
 from kvtier.policy import load_eviction, load_prefetch
 from kvtier.prefix_cache import PrefixCache
@@ -30,7 +30,7 @@ from kvtier.quota import Quota
 from kvtier.recomputable import Past
 from kvtier.ring import SliceRing
 from kvtier.slots import SlotPool
-from kvtier.step_timer import DeviceMark, StepTimer
+from kvtier.step_timer import StepTimer
 from kvtier.stores.base import Store
 from kvtier.stores.gpu import GpuStore
 from kvtier.stores.nvme import NvmeStore
@@ -38,20 +38,11 @@ from kvtier.stores.slab import SlabStore, joins
 from kvtier.timed_files import TimedFiles
 from kvtier.transfer import TransferEngine
 from kvtier.turn import Turn
-from kvtier.types import BlockId, IoMode, LayerGroup, Slot, SlotLabel, Survives, Tier
+from kvtier.types import BlockId, LayerGroup, Survives, Tier
+from kvtier.untiered_room import UntieredRoom
 
-DIRECT_STREAM_THREADS = 32
-TOGETHER_BYTES = 4 << 20  # of slices that one thread reads together: enough for a disk; others verify meanwhile
 PREFILL_COLUMNS = 32  # a step of so many new columns a row, or of a whole chunk, is prefill in `stats()`
 _LEAVE_WAIT_S = 1.0  # for a step, for reads, and for transfers, one after the other
-
-
-class UntieredBytes(Protocol):
-    """What one cache keeps beside the tiers."""
-
-    num_bytes: int
-    row_bytes: int
-    """Of one of its rows."""
 
 
 class Runtime:
@@ -86,13 +77,6 @@ class Runtime:
         self.pid = os.getpid()
         self.weights_mark, self.new_untiered, self.source = weights_mark, new_untiered, fingerprints
         self._past = past
-        self.untiered: weakref.WeakSet[UntieredBytes] = weakref.WeakSet()
-        """What each live cache keeps beside the tiers."""
-        self.is_mending = False
-        """Whether one of them is the temporary row that blocks are computed again on."""
-        self.stepping_bytes = 0
-        """What the cache of the last step kept there when the step began."""
-        self.untiered_peak_bytes = 0
         self.metrics = Metrics()
         nvme = config.tiers.nvme
         persists = nvme is not None and nvme.path is not None and nvme.budget.amount > 0
@@ -124,6 +108,7 @@ class Runtime:
         depth = config.prefetch.depth if "depth" in config.prefetch.model_fields_set else None
         prefetch = load_prefetch(config.prefetch.policy, depth, "prefetch.policy")
         self.gpu_budget = gpu_budget(config, group)
+        self.untiered = UntieredRoom(group.num_untiered, self.gpu_budget.untiered_bytes)
         self.budgets: dict[Tier, int] = {Tier.GPU: self.gpu_budget.budget_bytes}
         build_lower(config, group, self.budgets, self.stores)
         dtype: torch.dtype = getattr(torch, group.dtype)
@@ -145,7 +130,7 @@ class Runtime:
             self.metrics,
             engine.edges.steps,
             prefill_columns=max(2, min(PREFILL_COLUMNS, self.gpu_budget.max_chunk)),
-            mark=_device_mark(device.torch_device),
+            mark=timing_mark(device.torch_device),
         )
         self.prefill = Meter()
         """Tokens computed, in steps of many."""
@@ -171,10 +156,10 @@ class Runtime:
             self.files = TimedFiles(files, self.placement.breakers[Tier.NVME], config.io_timeout_s)
         self.prefix_cache = PrefixCache(self.placement, shape.block_tokens, self.files)
         if self.files is not None:
-            self.placement.forget_slot = functools.partial(_forget, self.files)
+            self.placement.forget_slot = self.files.try_forget
             if config.tiers.nvme is not None and config.tiers.nvme.survives is Survives.KILL:
                 # Else a step would wait for the medium: there the model is hashed before a block is written.
-                self.placement.label_slot = functools.partial(_label, self.files)
+                self.placement.label_slot = self.files.try_label
         if config.salt_quota is not None and config.salt_quota.amount < shape.block_bytes:
             raise BudgetError(
                 f"salt_quota is {config.salt_quota}, its minimum is one block of {shape.block_tokens} tokens, "
@@ -194,7 +179,7 @@ class Runtime:
                 read_slices=engine.read_slices,
                 prefetch=prefetch,
                 metrics=self.metrics,
-                **self._streaming(),
+                **streaming(nvme, config.io_threads, self.gpu_budget.ring_slices),
                 io_timeout_s=config.io_timeout_s,
                 breaker=self.placement.breakers.get(Tier.NVME),
             )
@@ -214,16 +199,6 @@ class Runtime:
             if isinstance(store, NvmeStore):
                 logger.info("nvme tier: io %s: %s", store.io.mode.value, store.io.reason)
 
-    def _streaming(self) -> dict[str, int]:
-        """How reads that are streamed are spread over threads: `num_threads` and `num_together` of the ring."""
-        store, num_threads = self.stores.get(Tier.NVME), self.config.io_threads
-        if not isinstance(store, NvmeStore) or store.io.mode is not IoMode.DIRECT:
-            return {"num_threads": num_threads}
-        if store.reads_together:
-            return {"num_threads": num_threads, "num_together": max(1, TOGETHER_BYTES // store.shape.slice_bytes)}
-        # Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing.
-        return {"num_threads": max(num_threads, min(DIRECT_STREAM_THREADS, self.gpu_budget.ring_slices))}
-
     def _watermarks(self) -> dict[Tier, Watermark]:
         tiers = self.config.tiers
         marks = {Tier.GPU: Watermark(tiers.gpu.high, tiers.gpu.low)}
@@ -231,36 +206,15 @@ class Runtime:
             marks[Tier.CPU] = Watermark(tiers.cpu.high, tiers.cpu.low)
         return marks
 
-    def untiered_bytes(self) -> int:
-        """Bytes of the layers that are not tiered, over all live caches."""
-        total = sum(held.num_bytes for held in self.untiered)
-        self.untiered_peak_bytes = max(self.untiered_peak_bytes, total)
-        return total
-
-    def check_untiered(self, more_bytes: int = 0) -> None:
-        """Raise BudgetError if those layers hold more than the gpu budget leaves them, or would with `more_bytes`."""
-        room = self.gpu_budget.untiered_bytes
-        if self.group.num_untiered and (held := self.untiered_bytes() + more_bytes) > room:
-            raise BudgetError(
-                f"the {self.group.num_untiered} layers that are not tiered (windows, linear attention) would hold "
-                f"{held} bytes in {len(self.untiered)} caches, and tiers.gpu.budget leaves them {room}: raise it or "
-                "tiers.gpu.untiered_frac, drop caches, or use fewer rows"
-            )
-
     def _droppable(self) -> Container[BlockId]:
         """The blocks that could be computed again by the model as it is now: under a hook or autocast none.
 
-        Nor any where layers that are not tiered would have no room left for the temporary row that this takes, unless
-        it is that row's own step. It is counted as the largest row that there is, and so is the cache of the step,
-        which may be new.
+        Nor any where layers that are not tiered would have no room left for the temporary row that this takes.
         """
         if self.source is not None and not self.source.is_plain({}):
             return ()
-        if self.group.num_untiered:
-            row = max((held.row_bytes for held in self.untiered), default=0)
-            more_bytes = max(0, row - self.stepping_bytes) + (0 if self.is_mending else row)
-            if self.untiered_bytes() + more_bytes > self.gpu_budget.untiered_bytes:
-                return ()
+        if not self.untiered.can_mend():
+            return ()
         return self.manager.recomputable
 
     def interpose(self, tier: Tier, wrap: Callable[[Store], Store]) -> None:
@@ -358,31 +312,3 @@ class Runtime:
             self._device.close()
         for store in self.stores.values():
             store.close()
-
-
-def _device_mark(device: torch.device) -> Callable[[], DeviceMark] | None:
-    if device.type != "cuda":
-        return None
-
-    def mark() -> DeviceMark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    return mark
-
-
-def _label(files: TimedFiles, slot: Slot, label: SlotLabel) -> bool:
-    try:
-        files.put_label(slot, label)
-    except StoreError as error:
-        logger.info("%s", error)
-        return False
-    return True
-
-
-def _forget(files: TimedFiles, slot: Slot) -> None:
-    try:
-        files.forget(slot)
-    except StoreError as error:  # a later process may find it, and sees by its checksums that it is damaged
-        logger.info("%s", error)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
-from kvtier.labels import Origin
+from kvtier.origin import Origin
 from kvtier.placement import Placement
 from kvtier.recomputable import Past
 from kvtier.residency import BlockState

@@ -13,7 +13,8 @@ from kvtier.duration import Duration
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.hf import CACHE_NAMES, TieredCache, check_one_adapter
 from kvtier.reuse import PLAIN_TENSORS
-from kvtier.session_registry import SessionInfo, Sessions
+from kvtier.session_info import SessionInfo
+from kvtier.session_registry import Sessions
 from kvtier.session_transfer import export_session, export_session_async
 
 __all__ = ["Session", "SessionInfo", "Sessions", "seconds"]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from kvtier.archive_header import ArchiveHeader
 from kvtier.errors import ArchiveError
+from kvtier.folder_session import FolderSession, read_blocks
 from kvtier.fsck_words import counted
 from kvtier.session_archive import write_archive, zero_behind
-from kvtier.session_folder import FolderSession, SessionFolder
+from kvtier.session_folder import SessionFolder
 from kvtier.session_record import KvLayout
 from kvtier.stores.slot_format import Geometry
 from kvtier.terminal import printable
@@ -79,7 +80,7 @@ def _blocks(
     folder: SessionFolder, session: FolderSession, shape: BlockShape, header: ArchiveHeader
 ) -> Iterator[memoryview]:
     left = len(header.token_ids)
-    for block in folder.blocks(session, header.num_blocks):
+    for block in read_blocks(folder.view, session, header.num_blocks):
         zero_behind(block, shape, left)
         yield block.data
         left -= shape.block_tokens

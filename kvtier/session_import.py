@@ -12,9 +12,10 @@ import torch
 from kvtier.archive_header import ArchiveHeader
 from kvtier.codecs.zstd import NUMBERS as ZSTD_NUMBERS
 from kvtier.errors import ArchiveError, CapacityError, ConfigError, SessionExistsError
+from kvtier.folder_session import shape_of
 from kvtier.rate import Rate
 from kvtier.session_archive import ArchiveReader
-from kvtier.session_folder import SessionFolder, shape_of
+from kvtier.session_folder import SessionFolder
 from kvtier.session_record import SessionRecord
 from kvtier.stores.folder_entries import EntryKind
 from kvtier.stores.nvme import NvmeStore

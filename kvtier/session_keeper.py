@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from kvtier.block_table import BlockTable, TokenSource
-from kvtier.errors import StoreError, TransferTimeoutError
+from kvtier.errors import StoreError
 from kvtier.hf import TieredCache
-from kvtier.labels import Sealed
 from kvtier.log import logger
-from kvtier.prefix import Miss
+from kvtier.origin import Sealed
 from kvtier.residency import BlockState
 from kvtier.runtime import Runtime
 from kvtier.sequences import Beginning
+from kvtier.session_erasing import SessionErasing
 from kvtier.session_record import SessionRecord
 from kvtier.stores.nvme import NvmeStore
 from kvtier.timed_files import TimedFiles
-from kvtier.types import BlockId, SequenceId, Slot, SlotLabel, Tier
+from kvtier.types import BlockId, SequenceId, SlotLabel, Tier
 
 
 class SessionKeeper:
@@ -35,8 +34,7 @@ class SessionKeeper:
         self._store = store if keeps and isinstance(store, NvmeStore) else None
         self._records: dict[bytes, SessionRecord] = {}
         self._behind: set[bytes] = set()
-        self._to_erase: set[Slot] = set()
-        """Slots of deleted sessions that the disk would not erase."""
+        self._erasing = SessionErasing(runtime.placement, runtime.files if keeps else None)
         if self._store is not None:
             self._records = {record.key(): record for record in self._store.sessions.load()}
             self._protect()
@@ -168,7 +166,7 @@ class SessionKeeper:
         self._zero_behind(table)
         num_kept = runtime.manager.upkeep.keeper.keep(blocks, tails)
         if older is not None:  # unless it is the tail's own, which is in use
-            self._erase_tail(older)
+            self._erasing.erase_tail(older)
         record = replace(
             about, namespace=origin.fingerprint.namespace, block_tokens=table.block_tokens, token_ids=table.ids()
         )
@@ -288,58 +286,16 @@ class SessionKeeper:
         record = self._records.get(key)
         of_record = [] if record is None else record.labels()
         others = {label.identity for each in self.records() if each.key() != key for label in each.labels()}
-        gone = self._let_go(self._left_by(sequences), others, is_chain=False)
-        gone += self._let_go(labels, others) + self._let_go(of_record, others)
+        gone = self._erasing.let_go(self._erasing.left_by(sequences), others, is_chain=False)
+        gone += self._erasing.let_go(labels, others) + self._erasing.let_go(of_record, others)
         bare = self._runtime.placement.bare_slots(gone)
-        self._erase([] if self._store is None else [*self._store.copies(gone), *bare])
+        self._erasing.erase([] if self._store is None else [*self._store.copies(gone), *bare])
         if record is not None and self._store is not None:
             self._files.delete(key)
             del self._records[key]
             self._behind.discard(key)
             if record.is_pinned:
                 self.free(of_record)
-
-    def _left_by(self, sequences: Container[SequenceId]) -> list[SlotLabel]:
-        """Of blocks that these rows made, first to last."""
-        placement = self._runtime.placement
-        blocks = [each for each in placement.prefixes.blocks() if placement.residency[each].sequence in sequences]
-        return [sealed.label for block in blocks if (sealed := placement.prefixes.sealed(block)) is not None]
-
-    def _let_go(
-        self, labels: Sequence[SlotLabel], others: Container[bytes], *, is_chain: bool = True
-    ) -> list[SlotLabel]:
-        """Take blocks that nobody holds or continues, and no other session has, out of the index; which those are.
-
-        Last first. `is_chain`: where one stays, so do all before it.
-        """
-        placement, gone = self._runtime.placement, []
-        for label in reversed(labels):
-            block = placement.prefixes.find(label)
-            is_others = label.identity in others
-            if is_others or (
-                block is not None and not (placement.is_cached(block) and placement.prefixes.is_leaf(block))
-            ):
-                if is_chain:
-                    break
-                continue
-            if block is not None:
-                placement.settle(block)
-                placement.unindex(block, Miss.UNKNOWN)
-            gone.append(label)
-        return gone
-
-    def _erase(self, slots: Sequence[Slot]) -> None:
-        """Whatever lies in these slots, unless a block does. Raises StoreError: the next call tries again."""
-        store, placement = self._store, self._runtime.placement
-        self._to_erase.update(slots)
-        if store is None or not placement.is_readable(Tier.NVME):
-            return
-        for slot in sorted(self._to_erase):
-            try:
-                placement.erase(slot, self._files.erase)
-            except TransferTimeoutError as error:
-                raise StoreError(errno.ETIMEDOUT, str(error)) from error
-            self._to_erase.discard(slot)
 
     def _erase_old(self, before: SessionRecord) -> None:
         """The last state's tail is of no more use."""
@@ -350,10 +306,4 @@ class SessionKeeper:
             return  # a fork's
         slot = self._files.find(labels[-1])
         if slot is not None:
-            self._erase_tail(slot)
-
-    def _erase_tail(self, slot: Slot) -> None:
-        try:
-            self._erase([slot])
-        except StoreError as error:  # it is overwritten when its slot is
-            logger.info("%s", error)
+            self._erasing.erase_tail(slot)

@@ -81,7 +81,7 @@ class SessionRecord:
     salt: bytes
     """32 bytes: digest of the tenant's salt, never the salt itself."""
     namespace: bytes
-    """32 bytes: whose KV it is (`labels.Fingerprint`)."""
+    """32 bytes: whose KV it is (`origin.Fingerprint`)."""
     block_tokens: int
     token_ids: array[int]
     """`array("i")`, oldest first. Positions count from 0, and there is no padding."""

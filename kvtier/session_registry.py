@@ -1,4 +1,4 @@
-"""The conversations of one wrapper by name: which there are, how long they stay, and what a turn of one does."""
+"""The conversations of one wrapper by name: which there are, how long they stay, and what is kept of each."""
 
 from __future__ import annotations
 
@@ -8,40 +8,21 @@ import weakref
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvtier.errors import ClosedError, SessionExistsError, StoreError, UnsupportedError
-from kvtier.generate import Generation
 from kvtier.hf import TieredCache, check_process
-from kvtier.labels import Sealed
 from kvtier.log import logger
+from kvtier.origin import Sealed
 from kvtier.runtime import Runtime
+from kvtier.session_info import SessionInfo, info_of_cache, info_of_record
 from kvtier.session_keeper import SessionKeeper
 from kvtier.session_record import KvLayout, SessionRecord, salt_digest, session_key
-from kvtier.types import BlockId, SequenceId, SlotLabel, Tier
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """What `tiered.sessions()` says of one conversation."""
-
-    name: str
-    tokens: int
-    bytes_per_tier: dict[str, int]
-    """By the tier's name; a block on two tiers counts on both, one that others share too."""
-    created_s: float
-    """Seconds since the epoch, as `used_s`."""
-    used_s: float
-    ttl_s: float
-    """Seconds after the last use; inf: it stays until it is deleted."""
-    is_pinned: bool
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since it was used."""
-        return max(0.0, time.time() - self.used_s)
+from kvtier.session_turn import take_turn
+from kvtier.types import BlockId, SequenceId, SlotLabel
 
 
 @dataclass(eq=False, slots=True)
@@ -166,18 +147,8 @@ class Sessions:
     def _info(self, key: bytes, about: SessionRecord) -> SessionInfo:
         entry = self._entries.get(key)
         if entry is not None and entry.cache is not None:
-            table = entry.cache.state.batch.tables[0]
-            copies = self.runtime.placement.residency
-            held = {tier: sum(tier in copies[block].copies for block in table.blocks) for tier in Tier}
-            num_tokens = table.num_tokens
-        else:
-            held = {tier: self.keeper.num_found(about) if tier is Tier.NVME else 0 for tier in Tier}
-            num_tokens = len(about.token_ids)
-        each = self.runtime.group.shape.block_bytes
-        num_bytes = {tier.label: count * each for tier, count in held.items()}
-        return SessionInfo(
-            about.name, num_tokens, num_bytes, about.created_s, about.used_s, about.ttl_s, about.is_pinned
-        )
+            return info_of_cache(about, entry.cache)
+        return info_of_record(about, self.keeper.num_found(about), self.runtime.group.shape.block_bytes)
 
     def fork(self, key: bytes, name: str, new_name: str) -> bytes:
         """The key of a new session that shares every block by count. Raises SessionExistsError; nothing changed."""
@@ -306,61 +277,17 @@ class Sessions:
     def generate(self, key: bytes, name: str, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """See `Session.generate`."""
         cache = self.cache(key, name)
-        state = cache.state
         self._entry(key, name).transcript = []
-        use = state.enter()  # before anything is cropped: another thread may be generating on this session
-        try:
-            num_copies = Generation(self._model, kwargs).num_copies
-            _keep_one_row(cache, input_ids[0].tolist())  # a call that was interrupted twice may have left more
-            _go_back(cache, input_ids[0].tolist())
-            if num_copies > 1:
-                cache.batch_repeat_interleave(num_copies)
-            out = self._model.generate(input_ids, cache=cache, **kwargs)
-            sequences = out if isinstance(out, torch.Tensor) else out.sequences
-            _keep_one_row(cache, sequences[0].tolist())
-            with self.runtime.turn:  # before `leave`: its blocks are the last to be moved
-                entry = self._entries.get(key)
-                if entry is not None and entry.cache is cache:  # nobody has deleted it meanwhile, nor begun another
-                    entry.about = replace(entry.about, used_s=time.time())
-                    self._save(entry)
-        except BaseException:  # a Ctrl-C too: a session has one row
-            _keep_one_row(cache, input_ids[0].tolist())
-            raise
-        finally:
-            state.leave(use)
-        return out
+        return take_turn(self._model, cache, input_ids, kwargs, partial(self._keep_turn, key, cache))
+
+    def _keep_turn(self, key: bytes, cache: TieredCache) -> None:
+        with self.runtime.turn:  # before the cache is free for others: its blocks are the last to be moved
+            entry = self._entries.get(key)
+            if entry is not None and entry.cache is cache:  # nobody has deleted it meanwhile, nor begun another
+                entry.about = replace(entry.about, used_s=time.time())
+                self._save(entry)
 
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name or not name.isprintable():
         raise UnsupportedError(f"a session's name is any printable text, not {name!r:.60}")
-
-
-def _go_back(cache: TieredCache, ids: list[int]) -> None:
-    """Keep the longest common prefix with `ids`, but never all of `ids`: the last one's logits are wanted."""
-    table = cache.state.batch.tables[0]
-    held = table.num_tokens
-    different = table.first_difference(ids)
-    common = min(held, len(ids) - 1) if different is None else min(different, len(ids) - 1)
-    if not cache.state.has_current_weights() or len(cache.token_ids) != held:
-        common = 0  # an old model's, or fed as embeddings
-    if common == held:
-        return
-    try:
-        if common:
-            cache.crop(common - held)
-        else:
-            cache.reset()
-    except UnsupportedError:  # a window or a linear layer has forgotten what it would go back to
-        cache.reset()
-
-
-def _keep_one_row(cache: TieredCache, ids: list[int]) -> None:
-    """Of several rows, the one that follows `ids` the furthest, and of it only what does."""
-    if cache.batch_size == 1:
-        return
-    tables = cache.state.batch.tables
-    common = [len(ids) if (at := table.first_difference(ids)) is None else at for table in tables]
-    best = common.index(max(common))
-    cache.batch_select_indices(torch.tensor([best]))
-    _go_back(cache, ids)

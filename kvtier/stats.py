@@ -38,7 +38,7 @@ def stats(runtime: Runtime) -> dict[str, Any]:
             "recomputed_blocks": metrics.recomputed_blocks,
             "dropped_blocks": metrics.dropped_blocks,
             "prefix_cache": runtime.prefix_cache.as_dict(),
-            "untiered_bytes": runtime.untiered_bytes(),
+            "untiered_bytes": runtime.untiered.used_bytes(),
             "stall_s": metrics.stall_s,
             "bound": _bound(runtime),
         }
@@ -61,8 +61,8 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
     if isinstance(store, SlabStore):
         used, peak = (num * store.slot_bytes for num in (pool.num_used, pool.peak_used))
         if tier is Tier.GPU:
-            used += runtime.gpu_budget.fixed_bytes + runtime.untiered_bytes()
-            peak += runtime.gpu_budget.fixed_bytes + runtime.untiered_peak_bytes
+            used += runtime.gpu_budget.fixed_bytes + runtime.untiered.used_bytes()
+            peak += runtime.gpu_budget.fixed_bytes + runtime.untiered.peak_bytes
     else:
         used = store.used_bytes()
         peak = store.peak_bytes() if isinstance(store, NvmeStore) else used

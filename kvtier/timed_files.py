@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvtier.breaker import Breaker
 from kvtier.errors import StoreError, TransferTimeoutError
+from kvtier.log import logger
 from kvtier.prefix_cache import Files
 from kvtier.session_record import SessionRecord
 from kvtier.types import Slot, SlotLabel
@@ -115,6 +116,22 @@ class TimedFiles:
     def put_label(self, slot: Slot, label: SlotLabel) -> None:
         """As the store's. Raises StoreError, also when it is late: it may still be found then."""
         self._change("labelling a block", lambda: self._files.put_label(slot, label))
+
+    def try_forget(self, slot: Slot) -> None:
+        """As `forget`, as far as the disk does it."""
+        try:
+            self.forget(slot)
+        except StoreError as error:  # a later process may find it, and sees by its checksums that it is damaged
+            logger.info("%s", error)
+
+    def try_label(self, slot: Slot, label: SlotLabel) -> bool:
+        """As `put_label`; whether the disk did it."""
+        try:
+            self.put_label(slot, label)
+        except StoreError as error:
+            logger.info("%s", error)
+            return False
+        return True
 
     def erase(self, slot: Slot) -> None:
         """As the store's. Raises StoreError; TransferTimeoutError: it is late, and the slot must not be used."""

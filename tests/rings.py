@@ -8,7 +8,7 @@ import torch
 
 from kvtier.device import DONE, Event
 from kvtier.errors import StoreError
-from kvtier.ring import ReadSlices
+from kvtier.slice_reads import ReadSlices
 from kvtier.types import Slot, Tier
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.identity import digest
-from kvtier.labels import Fingerprint, Labels, namespace_of
+from kvtier.labels import Labels
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics, SequenceMetrics
+from kvtier.origin import Fingerprint, namespace_of
 from kvtier.placement import Placement, Watermark
 from kvtier.plan import StepPlan
 from kvtier.policies.fifo import FIFO

@@ -103,7 +103,7 @@ class TieredCache(Cache):
             untiered = UntieredLayers(fork_of.untiered.fork())
             made_by = fork_of.salt, fork_of.weights, fork_of.structure, fork_of.modules
             self.state = CacheState(runtime, batch, untiered, fork_of.num_rows, *made_by)
-        runtime.untiered.add(untiered)
+        runtime.untiered.caches.add(untiered)
         layers = {index: TieredLayer(self.state, index) for index in runtime.group.layers} | untiered.layers
         super().__init__(layers=[layers[index] for index in range(len(layers))])
         # Takes no lock and runs no code of ours in the collector: the next step drains the deque.
@@ -175,7 +175,7 @@ class TieredCache(Cache):
         """A cache of its own with the same tokens; full blocks are shared, tails copied when either side appends."""
         self.state.check_between_steps("fork")
         with self.state.runtime.turn:
-            self.state.runtime.check_untiered(self.state.untiered.num_bytes)
+            self.state.runtime.untiered.check(self.state.untiered.num_bytes)
             return TieredCache(self.state.runtime, fork_of=self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
@@ -236,7 +236,7 @@ class TieredCache(Cache):
         if rows == list(range(held)):
             return
         with self.state.runtime.turn:
-            self.state.runtime.check_untiered(self.state.untiered.num_bytes * (len(rows) - held) // held)
+            self.state.runtime.untiered.check(self.state.untiered.num_bytes * (len(rows) - held) // held)
             self.state.runtime.manager.select(self.state.batch, rows)
             if self.state.batch.length:
                 self.state.untiered.select(torch.tensor(rows, device=self.state.runtime.group.device))

@@ -23,7 +23,7 @@ from kvtier.hf.cache import CACHE_NAMES
 from kvtier.hf.weights import NOT_OF_CONFIG, NOT_OF_MODULE, WeightsMark
 from kvtier.hf.wrapped import WrappedMethod
 from kvtier.identity import FORMATS, canonical, digest
-from kvtier.labels import Fingerprint, namespace_of
+from kvtier.origin import Fingerprint, namespace_of
 from kvtier.types import LayerGroup
 
 PIECE_BYTES = 16 << 20

@@ -7,6 +7,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +45,18 @@ def make_io(mode: IoMode, host_budget_bytes: int) -> FileIo:
     return DirectIo(host_budget_bytes) if mode is IoMode.DIRECT else BufferedIo(host_budget_bytes)
 
 
-def choose_io(wanted: IoMode, folder: Path, room_bytes: int, slice_bytes: int) -> IoChoice:
+def choose_io(
+    wanted: IoMode,
+    folder: Path,
+    room_bytes: int,
+    slice_bytes: int,
+    may_write: Callable[[int], bool] = lambda num_bytes: True,
+) -> IoChoice:
     """What the config says; for `auto`, the faster one at reading random slices of a scratch file in `folder`.
 
     Args:
         room_bytes: what may be taken on the disk now, by budget and free space.
+        may_write: told how many bytes measuring writes, once it is wanted; False: do not.
 
     Raises:
         ConfigError: `direct` is wanted, and the file system refuses it.
@@ -63,6 +71,9 @@ def choose_io(wanted: IoMode, folder: Path, room_bytes: int, slice_bytes: int) -
         return IoChoice(IoMode.MMAP, f"files on {kind} are memory already")
     if wanted is IoMode.AUTO and room_bytes < MEASURED_FROM_BYTES:
         return IoChoice(IoMode.MMAP, f"not measured: there is room for {room_bytes >> 20} MiB, below 1 GiB")
+    if wanted is IoMode.AUTO and not may_write(MEASURING_BYTES):
+        reason = f"not measured: that writes {MEASURING_BYTES >> 20} MiB, too much of tiers.nvme.max_writes"
+        return IoChoice(IoMode.MMAP, reason)
     try:
         scratch = scratch_file(folder)
     except OSError as error:

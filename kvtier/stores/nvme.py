@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from kvtier.errors import BudgetError, ClosedError, StoreError
+from kvtier.errors import ClosedError, StoreError
 from kvtier.rate import Rate
 from kvtier.stores.base import Store
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
-from kvtier.stores.io_choice import MEASURED_FROM_BYTES, MEASURING_BYTES, IoChoice, choose_io, make_io
+from kvtier.stores.io_choice import choose_io, make_io
 from kvtier.stores.namespaces import Namespaces
+from kvtier.stores.nvme_budget import check_budgets, sessions_kept_bytes
 from kvtier.stores.nvme_layout import BOOKKEEPING_BYTES, RESERVE_FREE_FRAC, min_budget_bytes, sessions_room_bytes
 from kvtier.stores.nvme_open import held_back, open_space
 from kvtier.stores.segment import NO_SPACE_ERRNOS, Segment, io_error, no_space
@@ -28,7 +29,6 @@ from kvtier.stores.slot_payload import PayloadCodec
 from kvtier.stores.slot_reader import SlotReader
 from kvtier.stores.space_limits import SpaceLimits, expected_frac
 from kvtier.stores.write_ledger import FolderLedger
-from kvtier.system import filesystem_kind, is_memory_backed
 from kvtier.types import BlockShape, Compression, IoMode, Slot, SlotLabel, Survives, Tier
 from kvtier.wear import WriteMeter
 
@@ -107,19 +107,7 @@ class NvmeStore(Store):
         self._reader = SlotReader(shape, self._codec)
         self.compression = compression
         limits = SpaceLimits(budget_bytes, segment_bytes_max, reserve_free_frac, expected_frac(shape, compression))
-        if budget_bytes < min_budget_bytes(shape):
-            raise BudgetError(
-                f"tiers.nvme.budget is {budget_bytes} bytes, its minimum is {min_budget_bytes(shape)}: one slot of "
-                f"{self.slot_bytes} and {min_budget_bytes(shape) - self.slot_bytes} for the folder, lock and index. "
-                "Raise it, lower block_tokens, or leave the nvme tier out"
-            )
-        move_bytes = self.slot_bytes + BOOKKEEPING_BYTES
-        if max_writes is not None and max_writes.num_bytes < move_bytes:
-            raise BudgetError(
-                f"tiers.nvme.max_writes is {max_writes}, its minimum is "
-                f"{Rate(move_bytes, max_writes.period_s)}: one block of {shape.block_tokens} tokens. Raise "
-                "it, or leave it out for no limit"
-            )
+        check_budgets(shape, budget_bytes, max_writes)
         self.budget_bytes = budget_bytes
         self.persistent = persistent
         syncs = persistent and survives is Survives.POWER_LOSS
@@ -130,12 +118,14 @@ class NvmeStore(Store):
         try:
             if limits.is_sparse:
                 self._folder.check_holes()
-            self.writes = self._meter(max_writes, move_bytes)
+            self.writes = self._meter(max_writes, self.slot_bytes + BOOKKEEPING_BYTES)
             self._folder.count = self.writes.wrote
-            self.io = self._choose_io(io, min(budget_bytes, limits.free_bytes(self.folder)))
+            room_bytes = min(budget_bytes, limits.free_bytes(self.folder))
+            self.io = choose_io(io, self.folder, room_bytes, shape.slice_bytes, may_write=self.writes.spend)
             self._folder.io = self._io = make_io(self.io.mode, page_cache_bytes)
             self.sessions = self._open_sessions(syncs)
-            limits = dataclasses.replace(limits, sessions_bytes=self._sessions_bytes())
+            kept_bytes = sessions_kept_bytes(shape, budget_bytes, self.sessions, self.folder)
+            limits = dataclasses.replace(limits, sessions_bytes=kept_bytes)
             self._namespaces = Namespaces(self._folder, namespace_ttl_s)
             self._space = open_space(self._folder, self._geometry, limits, self._namespaces, self._index, sync=syncs)
         except BaseException as error:  # a Ctrl-C too: the lock is given back
@@ -155,29 +145,6 @@ class NvmeStore(Store):
     def _open_sessions(self, syncs: bool) -> SessionFiles:
         room_bytes = sessions_room_bytes(self.budget_bytes, self.shape) if self.persistent else 0
         return SessionFiles(self._folder, room_bytes, sync=syncs, may_write=self.writes.allows)
-
-    def _sessions_bytes(self) -> int:
-        """What segments leave of the budget for sessions: their part, or more where there are more of an earlier one.
-
-        Raises BudgetError: those leave no room for a slot.
-        """
-        used_bytes = self.sessions.used_bytes()
-        least_bytes = min_budget_bytes(self.shape) + used_bytes
-        if used_bytes and self.budget_bytes < least_bytes:
-            raise BudgetError(
-                f"tiers.nvme.budget is {self.budget_bytes} bytes, its minimum is {least_bytes}: the sessions in "
-                f"{self.folder} take {used_bytes} of it. Raise it, delete sessions, or give another tiers.nvme.path"
-            )
-        return max(self.sessions.room_bytes, used_bytes)
-
-    def _choose_io(self, wanted: IoMode, room_bytes: int) -> IoChoice:
-        measures = wanted is IoMode.AUTO and room_bytes >= MEASURED_FROM_BYTES
-        on_disk = not is_memory_backed(filesystem_kind(self.folder))
-        if measures and on_disk and not self.writes.spend(MEASURING_BYTES):
-            return IoChoice(
-                IoMode.MMAP, f"not measured: that writes {MEASURING_BYTES >> 20} MiB, too much of tiers.nvme.max_writes"
-            )
-        return choose_io(wanted, self.folder, room_bytes, self.shape.slice_bytes)
 
     # --- the store's interface
 

@@ -22,7 +22,8 @@ from kvtier import TieredKV
 from kvtier.errors import UnsupportedModelError
 from kvtier.hf import describe, transformers_model
 from kvtier.hf.fingerprint import fingerprint
-from kvtier.labels import Fingerprint, Labels
+from kvtier.labels import Labels
+from kvtier.origin import Fingerprint
 from kvtier.stores.nvme import NvmeStore
 from kvtier.types import SlotLabel, Tier
 from tests.e2e.families import ATTENTION, BLOCK, FAMILIES, GREEDY, assert_same, small_config, tiny, tiny_from, tokens

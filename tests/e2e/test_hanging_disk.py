@@ -285,14 +285,14 @@ def test_ctrl_c_while_a_step_waits_for_the_deadline(mode: str, tmp_path: Path, m
         assert_same(tiered.generate(turns[0][0], cache=cache, **GREEDY), turns[0][1], mode)
         before = cache.get_seq_length(), cache.token_ids
         reads(store)
-        pass_deadline = ring._pass_deadline
+        pass_deadline = ring._reads.pass_deadline
 
         def interrupt(late: Any) -> None:
             os.kill(os.getpid(), signal.SIGINT)  # it came during the wait that ends here
             pass_deadline(late)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(ring, "_pass_deadline", interrupt)
+            patch.setattr(ring._reads, "pass_deadline", interrupt)
             tiered.generate(turns[1][0], cache=cache, **GREEDY)
         assert (cache.get_seq_length(), cache.token_ids) == before
         assert state(tiered) == "hanging" and tiered._runtime.placement.residency_pins(Tier.GPU) == 0

@@ -11,7 +11,7 @@ import torch
 
 from kvtier import TieredKV
 from kvtier.errors import BudgetError
-from kvtier.runtime import DIRECT_STREAM_THREADS
+from kvtier.lower_tiers import DIRECT_STREAM_THREADS
 from tests.e2e.families import tiny, tokens
 
 

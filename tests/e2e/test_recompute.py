@@ -72,8 +72,8 @@ def state_of(tiered: TieredKV, cache: TieredCache) -> tuple[object, ...]:
     assert ring is not None
     if ring._places:  # it reads ahead, for a step like the last one that went through
         ring.drain()
-    assert not ring._running and not ring._reads
-    return cache.get_seq_length(), cache.token_ids, blocks, len(runtime.manager.tables), len(runtime.untiered)
+    assert not ring._reads._running and not ring._reads_of
+    return cache.get_seq_length(), cache.token_ids, blocks, len(runtime.manager.tables), len(runtime.untiered.caches)
 
 
 # -- every step --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from kvtier import TieredKV
 from kvtier.hf import TieredCache, describe
 from kvtier.hf.fingerprint import fingerprint
-from kvtier.labels import namespace_of
+from kvtier.origin import namespace_of
 from kvtier.stores.nvme import NvmeStore
 from kvtier.types import Tier
 from tests.e2e.families import BLOCK, small_config, tiny_from, tokens

@@ -111,12 +111,12 @@ def test_forks_and_repeats_beyond_the_budget_change_nothing(family: str, tmp_pat
         tiered.model(ids, cache=held)
         with pytest.raises(BudgetError, match="not tiered"):
             cache.batch_repeat_interleave(1000)
-        assert cache.batch_size == 1 and runtime.untiered_bytes() <= room
+        assert cache.batch_size == 1 and runtime.untiered.used_bytes() <= room
         twins = []
         with pytest.raises(BudgetError, match="not tiered"):
             for _ in range(1000):
                 twins.append(cache.fork())
-        assert runtime.untiered_bytes() <= room
+        assert runtime.untiered.used_bytes() <= room
         del twins
         difference = (tiered(new, cache=cache).logits - tiered.model(new, cache=held).logits).abs().max()
         assert difference < 1e-4

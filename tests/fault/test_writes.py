@@ -268,9 +268,8 @@ def test_less_than_a_block_is_refused_with_the_sum(tmp_path: Path) -> None:
 def test_auto_measures_only_what_is_little_of_the_limit_and_counts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.stores.nvme.MEASURED_FROM_BYTES", 0)
     monkeypatch.setattr("kvtier.stores.io_choice.MEASURED_FROM_BYTES", 0)
-    monkeypatch.setattr("kvtier.stores.nvme.is_memory_backed", lambda kind: False)
+    monkeypatch.setattr("kvtier.stores.io_choice.is_memory_backed", lambda kind: False)
     for limit, is_measured in (("1GB/day", False), ("64GB/day", True)):
         store = limited(tmp_path / limit[:2], io=IoMode.AUTO, max_writes=Rate.parse(limit))
         assert ("too much of tiers.nvme.max_writes" in store.io.reason) is not is_measured

@@ -27,8 +27,9 @@ from hypothesis.stateful import (
 from kvtier.batch import Batch
 from kvtier.block_table import Made, Span
 from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError
-from kvtier.labels import Labels, Origin, Sealed, at_once
+from kvtier.labels import Labels, at_once
 from kvtier.losses import Compute, Losses
+from kvtier.origin import Origin, Sealed
 from kvtier.prefix import Miss
 from kvtier.recomputable import Past
 from kvtier.residency import BlockState

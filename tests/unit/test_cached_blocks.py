@@ -9,8 +9,9 @@ import pytest
 
 from kvtier.batch import Batch
 from kvtier.errors import CapacityError, IntegrityError
-from kvtier.labels import Labels, Origin, Sealed, at_once
+from kvtier.labels import Labels, at_once
 from kvtier.losses import Losses
+from kvtier.origin import Origin, Sealed
 from kvtier.prefix import Miss
 from kvtier.prefix_cache import Match
 from kvtier.sequences import Beginning

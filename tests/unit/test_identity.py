@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Padding
 from kvtier.identity import DIGEST_BYTES, block_identity, canonical, digest, framed, token_content
-from kvtier.labels import Fingerprint, Labels, Origin, at_once
+from kvtier.labels import Labels, at_once
+from kvtier.origin import Fingerprint, Origin
 from kvtier.recomputable import Past
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, MovePurpose, SequenceId, SlotLabel, Tier

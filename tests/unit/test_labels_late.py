@@ -6,7 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from kvtier.labels import Labels, Origin, Sealed
+from kvtier.labels import Labels
+from kvtier.origin import Origin, Sealed
 from kvtier.quota import Quota
 from tests.small_tiers import FakeModel, build
 

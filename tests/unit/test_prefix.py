@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.errors import IntegrityError
-from kvtier.labels import Fingerprint, Labels, Origin, Sealed, namespace_of
+from kvtier.labels import Labels
+from kvtier.origin import Fingerprint, Origin, Sealed, namespace_of
 from kvtier.prefix import Miss, PrefixIndex
 from kvtier.types import BlockId, SlotLabel
 

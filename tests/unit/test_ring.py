@@ -141,7 +141,7 @@ def test_a_slice_that_cannot_be_read_is_a_lost_block_and_the_ring_goes_on() -> N
             pass
     reader.fails_at = None
     ring.begin(_plan(sources))
-    assert reader.running == 0 or ring._reads  # nothing of the failed step is still being read into a buffer
+    assert reader.running == 0 or ring._reads_of  # nothing of the failed step is still being read into a buffer
     for layer in range(SHAPE.num_layers):
         for group in ring.groups(layer):
             assert not group.keys.isnan().any()
@@ -213,7 +213,9 @@ def test_a_read_that_hangs_has_its_buffer_until_it_ends() -> None:
     ring.begin(_plan(_sources(2)))  # one cell of four
     with pytest.raises(BlockLostError):
         next(ring.groups(0))
-    late = {read.cell.first + read.piece.first + n for read in ring._running for n in range(len(read.piece.sources))}
+    late = {
+        read.cell.first + read.piece.first + n for read in ring._reads._running for n in range(len(read.piece.sources))
+    }
     assert late
     before = ring._bytes[list(late)].clone()
     for _ in range(3):
@@ -244,8 +246,8 @@ def test_late_reads_end_with_what_they_were_for_and_queued_ones_never_begin() ->
 def test_all_blocks_of_a_tier_that_hangs_are_unreadable_for_one_deadline() -> None:
     reader = FakeReader(seed=7, max_delay_s=0)
     ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.3)
-    deadlines, pass_deadline = [], ring._pass_deadline
-    ring._pass_deadline = lambda late: deadlines.append(late) or pass_deadline(late)  # type: ignore[func-returns-value,method-assign]
+    deadlines, pass_deadline = [], ring._reads.pass_deadline
+    ring._reads.pass_deadline = lambda late: deadlines.append(late) or pass_deadline(late)  # type: ignore[func-returns-value,method-assign]
     reader.hangs.clear()
     assert set(ring.unreadable(_plan(_sources(6) + _in_memory(2)))) == {source.block for source in _sources(6)}
     assert len(deadlines) == 1  # not one for each group or layer

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from kvtier.block_table import BlockTable
 from kvtier.identity import block_identity, framed, token_content
-from kvtier.labels import Fingerprint, Labels, Origin
+from kvtier.labels import Labels
+from kvtier.origin import Fingerprint, Origin
 from kvtier.session_record import (
     MAGIC,
     VERSION,
