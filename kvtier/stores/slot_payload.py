@@ -22,7 +22,7 @@ class PayloadCodec:
     """Encodes as the config says, and decodes whatever a slot says. Any number of threads at once.
 
     Memory: a block while one is encoded; for each thread that ever decoded a slice one, and for each that ever moved a
-    block of a joined slab a slice or a mebibyte, whichever is more.
+    block of a joined slab a slice or a mebibyte, whichever is more, and a page.
     """
 
     def __init__(self, shape: BlockShape, compression: Compression) -> None:
@@ -73,9 +73,20 @@ class PayloadCodec:
         return whole_pages(end), iter((data[: whole_pages(end)],)), Payload(self._encoder.number, checksums, sizes)
 
     def _raw(self, block: Bytes, checksums: array[int]) -> Iterator[Bytes]:
-        for group in self._groups(block):
-            checksums.extend(map(checksum, group.reshape(-1, self._shape.slice_bytes)))
-            yield group
+        """Parts that end with a page, but for the last: no page is written twice."""
+        if block.ndim == 1:
+            checksums.extend(map(checksum, block.reshape(-1, self._shape.slice_bytes)))
+            yield block
+            return
+        held_bytes = 0  # of a page that the group before began
+        for first, count in self.groups():
+            room = self._copied(block[first : first + count], held_bytes)
+            checksums.extend(map(checksum, room[held_bytes:].reshape(-1, self._shape.slice_bytes)))
+            is_last = first + count == self._shape.num_layers
+            held_bytes = 0 if is_last else room.nbytes % PAGE_BYTES
+            whole_bytes = room.nbytes - held_bytes
+            yield room[:whole_bytes]
+            room[:held_bytes] = room[whole_bytes:]
 
     def _groups(self, block: Bytes) -> Iterator[Bytes]:
         """A block's bytes, some slices at a time, each time in one piece; a joined one's are copied to be so."""
@@ -83,10 +94,13 @@ class PayloadCodec:
             yield block
             return
         for first, count in self.groups():
-            part = block[first : first + count]
-            room = self.room(part.nbytes)
-            np.copyto(room.reshape(part.shape), part)
-            yield room
+            yield self._copied(block[first : first + count])
+
+    def _copied(self, slices: Bytes, held_bytes: int = 0) -> Bytes:
+        """This thread's room with some slices in it, behind what it holds already."""
+        room = self.room(held_bytes + slices.nbytes)
+        np.copyto(room[held_bytes:].reshape(slices.shape), slices)
+        return room
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Slices that are moved together where a block does not lie in one piece: the first, and how many."""
@@ -96,9 +110,10 @@ class PayloadCodec:
             yield first, min(most, shape.num_layers - first)
 
     def room(self, num_bytes: int) -> Bytes:
-        """Room for a group, on a page's boundary: this thread's own until it asks again."""
+        """Room for a group behind a part of a page, on a page's boundary: this thread's own until it asks again."""
         if not hasattr(self._local, "room"):
-            self._local.room = _aligned(max(self._shape.slice_bytes, min(BUFFER_BYTES, self._shape.block_bytes)))
+            group_bytes = max(self._shape.slice_bytes, min(BUFFER_BYTES, self._shape.block_bytes))
+            self._local.room = _aligned(group_bytes + PAGE_BYTES)
         room: Bytes = self._local.room
         return room[:num_bytes]
 

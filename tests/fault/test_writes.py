@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvtier.errors import BudgetError, ConfigError
 from kvtier.fsck import check_folder
 from kvtier.rate import Rate
 from kvtier.size import Size
+from kvtier.stores.cpu import CpuStore
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.io_choice import MEASURING_BYTES
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.write_ledger import MAX_BYTES, FolderLedger, parse_ledger
 from kvtier.system import allocated_bytes
-from kvtier.types import Compression, IoMode, Slot
-from tests.fault.folders import SHAPE, SLOT_BYTES, block, label, open_store, served, write
+from kvtier.types import BlockShape, Compression, IoMode, Slot
+from tests.fault.folders import SHAPE, SLOT_BYTES, block, label, open_store, read, served, write
 
 ROOT = Path(__file__).parents[2]
 LIMIT = Rate.parse("1GiB/day")
@@ -66,6 +68,21 @@ def test_all_that_goes_to_segments_is_counted(
     assert store.writes.in_period_bytes() == total
     assert store.used_bytes() == allocated_bytes(store.folder) <= store.budget_bytes
     store.check_integrity()
+    store.close()
+
+
+@pytest.mark.parametrize("io", [IoMode.MMAP, IoMode.DIRECT])
+def test_groups_of_slices_that_are_no_whole_pages_write_no_page_twice(io: IoMode, tmp_path: Path) -> None:
+    shape = BlockShape(num_layers=12, kv_heads=4, block_tokens=300, key_dim=80, value_dim=80, element_bytes=2)
+    assert shape.slice_bytes % PAGE_BYTES and shape.block_bytes % PAGE_BYTES == 0
+    memory = CpuStore(shape, 1, pin=False, joined=True)
+    store = limited(tmp_path / "kv", shape=shape, budget_bytes=16 << 20, io=io)
+    for number in range(2):
+        memory.write(Slot(0), block(number, 0, shape))
+        before_bytes = store.writes.written_bytes
+        store.write(Slot(0), memory.block(Slot(0)), label(number))
+        assert store.writes.written_bytes - before_bytes <= store.slot_bytes + 3 * PAGE_BYTES
+        assert torch.equal(read(store, 0), block(number, 0, shape))
     store.close()
 
 
