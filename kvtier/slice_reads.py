@@ -100,6 +100,8 @@ class SliceReads:
 
     def late(self, reads: Mapping[Future[None], Read]) -> list[Read]:
         """Wait for these; those that have passed their deadline."""
+        if all([future.done() for future in reads]):  # most often: they were read ahead
+            return []
         late = wait(reads, timeout=self.io_timeout_s).not_done
         if late and all(reads[future].piece.tier is not Tier.NVME for future in late):
             # Memory does not hang: the machine is busy, or the process was stopped meanwhile.
