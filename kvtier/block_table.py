@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import IntegrityError
 from kvtier.identity import content_of_runs
+from kvtier.padding import Padding, PaddingRuns
 from kvtier.token_ids import TokenIds
 from kvtier.token_runs import TokenRuns
 from kvtier.types import BlockId, SequenceId
@@ -45,14 +46,6 @@ class Span:
     """Of the whole row up to here: whether a column is a token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """`count` columns of padding that stand just before token number `at`. They have no K and V here."""
-
-    at: int
-    count: int
-
-
 class BlockTable:
     """One sequence's ordered block ids and committed tokens.
 
@@ -66,8 +59,7 @@ class BlockTable:
         self.block_tokens = block_tokens
         self.blocks: list[BlockId] = []
         self.num_tokens = 0
-        self.padding: list[Padding] = []
-        """In order; no two at the same token."""
+        self._padding = PaddingRuns()
         self._ids = TokenIds(block_tokens)
         """Of the first tokens: up to the first that was fed as an embedding."""
         self._runs = TokenRuns()
@@ -76,7 +68,12 @@ class BlockTable:
     @property
     def length(self) -> int:
         """Columns: tokens and padding."""
-        return self.num_tokens + sum(padding.count for padding in self.padding)
+        return self.num_tokens + self._padding.num_columns
+
+    @property
+    def padding(self) -> Sequence[Padding]:
+        """In order; no two at the same token."""
+        return self._padding.runs
 
     @property
     def source(self) -> TokenSource:
@@ -101,7 +98,7 @@ class BlockTable:
     @property
     def is_counted(self) -> bool:
         """Whether all positions count from 0, and there is no padding."""
-        return not self.padding and self._runs.is_counted
+        return not self._padding.runs and self._runs.is_counted
 
     def ids(self) -> array[int]:
         """As `token_ids`, 4 bytes each."""
@@ -131,7 +128,7 @@ class BlockTable:
         first, last = index * self.block_tokens, (index + 1) * self.block_tokens
         if last > len(self._ids):
             return None
-        padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last] if with_padding else []
+        padding = self._padding.within(first, last) if with_padding else []
         return content_of_runs(self._ids.slice(first, last), self._positions(first, last), padding)
 
     def share_ids(self, first_block: int, contents: Sequence[bytes]) -> None:
@@ -158,18 +155,11 @@ class BlockTable:
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Tokens `first … last - 1` as runs of neighbouring columns: `(column, token, count)`. O(runs)."""
-        column = first + sum(p.count for p in self.padding if p.at <= first)
-        for padding in self.padding:
-            if first < padding.at < last:
-                yield column, first, padding.at - first
-                column += padding.at - first + padding.count
-                first = padding.at
-        if last > first:
-            yield column, first, last - first
+        return self._padding.pieces(first, last)
 
     def column(self, num_tokens: int) -> int:
         """How many columns end with the first `num_tokens` tokens: padding behind the last of them is not counted."""
-        return num_tokens + sum(p.count for p in self.padding if p.at < num_tokens)
+        return self._padding.column(num_tokens)
 
     def obstacle(self, first: int, last: int) -> str | None:
         """Why tokens `first … last - 1` cannot be computed again; None when they can."""
@@ -244,19 +234,14 @@ class BlockTable:
         self._runs.extend(range(self.num_tokens, total) if positions is None else positions, made)
         self.blocks.extend(new_blocks)
         for run in padding:
-            self._pad(self.num_tokens + run.at, run.count)
+            self._padding.add(self.num_tokens + run.at, run.count)
         self.num_tokens = total
-
-    def _pad(self, at: int, count: int) -> None:
-        if self.padding and self.padding[-1].at == at:
-            count += self.padding.pop().count
-        self.padding.append(Padding(at, count))
 
     def mask_end(self, num_columns: int) -> list[BlockId]:
         """The last columns become padding: their tokens are dropped. Returns the blocks no longer held."""
         dropped = self.truncate(self.length - num_columns)
         if num_columns:
-            self._pad(self.num_tokens, num_columns)
+            self._padding.add(self.num_tokens, num_columns)
         return dropped
 
     def replace(self, index: int, block: BlockId) -> BlockId:
@@ -279,23 +264,13 @@ class BlockTable:
             raise IntegrityError(f"cannot keep {length} of {self.length} columns")
         if length == self.length:
             return []
-        num_tokens, left, kept = 0, length, []
-        for padding in self.padding:
-            if padding.at - num_tokens >= left:
-                break
-            left -= padding.at - num_tokens
-            num_tokens = padding.at
-            kept.append(Padding(padding.at, min(padding.count, left)))
-            left -= kept[-1].count
-            if left == 0:
-                break
-        num_tokens += left
+        num_tokens, padding = self._padding.first_columns(length)
         keep = -(-num_tokens // self.block_tokens)
         dropped = self.blocks[keep:]
         del self.blocks[keep:]
         self._ids.truncate(num_tokens)
         self._runs.truncate(num_tokens)
-        self.padding = kept
+        self._padding = padding
         self.num_tokens = num_tokens
         return dropped
 
@@ -304,7 +279,7 @@ class BlockTable:
         twin = BlockTable(sequence, self.block_tokens)
         twin.blocks = list(self.blocks)
         twin.num_tokens = self.num_tokens
-        twin.padding = list(self.padding)
+        twin._padding = self._padding.copy()
         twin._ids = self._ids.copy()
         twin._runs = self._runs.copy()
         return twin
@@ -320,6 +295,5 @@ class BlockTable:
                 f"sequence {self.sequence}: {len(self._ids)} ids and {self._runs.num_tokens} positions for "
                 f"{self.num_tokens} tokens"
             )
-        places = [padding.at for padding in self.padding]
-        if places != sorted(set(places)) or any(p.count < 1 or p.at > self.num_tokens for p in self.padding):
+        if not self._padding.is_among(self.num_tokens):
             raise IntegrityError(f"sequence {self.sequence}: padding {self.padding} in {self.num_tokens} tokens")

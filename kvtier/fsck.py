@@ -6,38 +6,18 @@ to end, so they never touch a folder in use.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.fsck_report import FsckReport, GeometryReport, NamespaceReport, Outcome, Problem
+from kvtier.fsck_files import FilesCheck, attempt
+from kvtier.fsck_report import FsckReport, NamespaceReport, Outcome, Problem
 from kvtier.fsck_scan import Progress, Scan, ScanSegment, Visit
-from kvtier.fsck_sessions import SessionsCheck
 from kvtier.fsck_words import counted
-from kvtier.stores.file_io import PAGE_BYTES
-from kvtier.stores.folder_entries import WRITES_NAME, EntryKind, namespace_name, namespace_of
-from kvtier.stores.folder_view import Entry, FolderView, find_folder
-from kvtier.stores.slot_check import (
-    SegmentLook,
-    SlotCheck,
-    SlotState,
-    invalidate_slot,
-    look_at_segment,
-    mend_segment,
-)
-from kvtier.stores.slot_format import Geometry
-from kvtier.stores.superblock import SegmentKind
-from kvtier.stores.write_ledger import MAX_BYTES, parse_ledger
-
-_LOOKS, _PAUSE_S = 5, 0.1  # at a segment that its owner may be making
-
-Mend = Callable[[], None]
-"""Writes; may raise OSError."""
+from kvtier.stores.folder_entries import namespace_name
+from kvtier.stores.folder_view import FolderView, find_folder
+from kvtier.stores.slot_check import SlotCheck, SlotState, invalidate_slot
 
 
 def check_folder(
@@ -64,10 +44,10 @@ def check_folder(
     started_s = time.monotonic()
     with FolderView(find_folder(path), owned=repair or drop is not None) as view:
         check = _Check(view, repair, progress)
-        check.look_at_files()
+        check.files.look()
         if drop is not None:
             check.drop(drop)
-        check.mend_files()
+        check.files.mend()
         check.verify()
         check.finish()
         check.report.elapsed_s = time.monotonic() - started_s
@@ -80,125 +60,16 @@ class _Check:
     def __init__(self, view: FolderView, repair: bool, progress: Progress) -> None:
         self._view, self._repair, self._progress = view, repair, progress
         self.report = FsckReport(view.path, view.owner(), repair)
-        self._sessions = SessionsCheck(view, self.report, self._to_remove)
-        self._segments: list[ScanSegment] = []
-        self._opened_s: dict[bytes, float] = {}
-        self._to_mend: list[tuple[str, str, str, Mend]] = []
-        self._to_sync: set[str] = set()
+        self.files = FilesCheck(view, self.report, repair)
         self._lock = threading.Lock()
 
-    # --- files
-
-    def look_at_files(self) -> None:
-        """Tell the segments that can be read, and what is not in order. Nothing changes yet."""
-        self.report.used_bytes = self._view.own_bytes()
-        try:
-            entries = self._view.entries()
-        except OSError as error:
-            raise ConfigError(f"{self._view.path}: {error.strerror}") from error
-        for entry in entries:
-            self.report.used_bytes += entry.allocated_bytes
-            if entry.kind is EntryKind.STRANGER:
-                what = "is in the way: with it the tier refuses the folder. Move it elsewhere"
-                self.report.add_problem(Problem(entry.name, what, False, reason=entry.reason))
-            elif entry.kind is EntryKind.NAMESPACE:
-                self._opened_s[namespace_of(entry.name)] = entry.changed_s
-            elif entry.kind is EntryKind.SEGMENT:
-                self._look_at_segment(entry)
-            elif entry.kind is EntryKind.SESSION:
-                self._sessions.look(entry.name)
-            elif entry.name == WRITES_NAME:
-                self._look_at_writes()
-        if not self._view.is_private():
-            self.report.notices.append("the folder's mode lets others in: the tier makes it 0700 when it opens it")
-
-    def _look_at_writes(self) -> None:
-        with contextlib.suppress(OSError), self._opened(WRITES_NAME) as fd:  # its owner replaces it, or removed it
-            try:
-                parse_ledger(os.pread(fd, MAX_BYTES + 1, 0), time.time())
-            except ValueError as error:
-                what = f"{WRITES_NAME}, the count of bytes written, {error}"
-                self.report.notices.append(f"{what}: the tier takes tiers.nvme.max_writes as used up")
-
-    def _look_at_segment(self, entry: Entry) -> None:
-        if not entry.is_private:
-            self._to_remove(entry.name, "its mode lets others at it, so the tier does not read it")
-            return
-        try:
-            look = self._settled_look(entry.name)
-        except FileNotFoundError:  # its owner gave it up
-            return
-        except OSError as error:  # not removed: of a disk that is away, nothing can be read
-            problem = Problem(entry.name, "cannot be read; it stays as it is", False, reason=error.strerror or "")
-            self.report.add_problem(problem)
-            return
-        if look.kind is SegmentKind.FUTURE:
-            self.report.future_segments += 1
-        elif look.geometry is None:
-            self._to_remove(entry.name, SegmentKind.DAMAGED.value)
-        elif look.num_whole_slots == 0:
-            self._to_remove(entry.name, "too short for its first slot")
-        else:
-            self._take_in(entry, look, look.geometry)
-
-    def _settled_look(self, name: str) -> SegmentLook:
-        for tries in itertools.count(1):
-            with self._opened(name) as fd:
-                look = look_at_segment(fd)
-            if look.kind is not SegmentKind.DAMAGED or self.report.owner is None or tries == _LOOKS:
-                break
-            time.sleep(_PAUSE_S)
-        return look
-
-    def _take_in(self, entry: Entry, look: SegmentLook, geometry: Geometry) -> None:
-        self._segments.append(ScanSegment(entry.name, geometry, look.num_whole_slots))
-        counts = self.report.geometries.setdefault(geometry, GeometryReport())
-        counts.segments += 1
-        counts.slots += look.num_whole_slots
-        lost = look.num_slots - look.num_whole_slots
-        if not lost and entry.size_bytes == PAGE_BYTES + look.num_slots * geometry.slot_bytes:
-            return
-
-        def mend() -> None:
-            with self._opened(entry.name, writable=True) as fd:
-                mend_segment(fd, geometry, look.num_whole_slots)
-            self._to_sync.add(entry.name)
-
-        missing = f"{counted(lost, 'slot')} {'is' if lost == 1 else 'are'} missing"
-        what = f"was cut off: {missing}" if lost else "is longer than its slots"
-        self._to_mend.append((entry.name, what, "repaired", mend))
-
-    def _to_remove(self, name: str, what: str) -> None:
-        self._to_mend.append((name, what, "removed", lambda: self._view.unlink(name)))
-
-    def mend_files(self) -> None:
-        """Report the files that are not in order; with `repair` see to them."""
-        for name, what, done, mend in self._to_mend:
-            is_mended, reason = self._mended(mend)
-            self.report.add_problem(Problem(name, what, is_mended, reason=reason, mend=done))
-        if self._repair and not self._view.is_private():
-            _try(self._view.make_private)
-
-    def _mended(self, mend: Mend) -> tuple[bool, str]:
-        """Whether it is in order now, and why not if it should be."""
-        reason = _try(mend) if self._repair else ""
-        return self._repair and not reason, reason
+    # --- slots
 
     def _free(self, segment: ScanSegment, slot: int) -> None:
-        with self._opened(segment.name, writable=True) as fd:
+        with self.files.opened(segment.name, writable=True) as fd:
             invalidate_slot(fd, segment.geometry, slot)
         with self._lock:
-            self._to_sync.add(segment.name)
-
-    @contextlib.contextmanager
-    def _opened(self, name: str, *, writable: bool = False) -> Iterator[int]:
-        fd = self._view.open_file(name, writable=writable)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
-    # --- slots
+            self.files.changed.add(segment.name)
 
     def drop(self, prefix: str) -> None:
         """Make every slot of one namespace free, and remove its file.
@@ -209,7 +80,7 @@ class _Check:
 
         def free(segment: ScanSegment, slot: int, check: SlotCheck) -> None:
             if check.namespace == namespace:
-                reason = _try(lambda: self._free(segment, slot))
+                reason = attempt(lambda: self._free(segment, slot))
                 with self._lock:
                     self.report.num_dropped += not reason
                     if reason:
@@ -217,13 +88,13 @@ class _Check:
                         self.report.add_problem(Problem(segment.name, what, False, slot, namespace, reason=reason))
 
         self._scan(free, slices=False)
-        if self._opened_s.pop(namespace, None) is not None:
+        if self.files.opened_s.pop(namespace, None) is not None:
             name = namespace_name(namespace)
-            if reason := _try(lambda: self._view.unlink(name)):
+            if reason := attempt(lambda: self._view.unlink(name)):
                 self.report.add_problem(Problem(name, "could not be dropped", False, None, namespace, reason=reason))
 
     def _namespace(self, prefix: str) -> bytes:
-        names = {namespace.hex() for namespace in self._opened_s}
+        names = {namespace.hex() for namespace in self.files.opened_s}
 
         def collect(segment: ScanSegment, slot: int, check: SlotCheck) -> None:
             if check.namespace:
@@ -246,10 +117,10 @@ class _Check:
         self._scan(self._judge, slices=True)
 
     def _judge(self, segment: ScanSegment, slot: int, check: SlotCheck) -> None:
-        is_mended, reason = self._mended(lambda: self._free(segment, slot)) if check.state.is_bad else (False, "")
+        is_mended, reason = self.files.mended(lambda: self._free(segment, slot)) if check.state.is_bad else (False, "")
         with self._lock:
             self.report.add_slot(segment.geometry, check)
-            self._sessions.saw(check)
+            self.files.sessions.saw(check)
             if check.state.is_bad:
                 what, why = check.state.value, "; ".join(filter(None, (check.reason, reason)))
                 if check.num_bad_slices:
@@ -259,7 +130,7 @@ class _Check:
                 )
 
     def _scan(self, visit: Visit, *, slices: bool) -> None:
-        scan = Scan(self._view, self._segments, slices, visit, self._progress)
+        scan = Scan(self._view, self.files.segments, slices, visit, self._progress)
         scan.run()
         self.report.read_bytes += scan.read_bytes
         if slices:
@@ -271,44 +142,28 @@ class _Check:
         """What could be told only now; then all repairs are on the medium."""
         report = self.report
         report.problems.sort(key=lambda problem: (problem.file, -1 if problem.slot is None else problem.slot))
-        for namespace, opened_s in self._opened_s.items():
+        for namespace, opened_s in self.files.opened_s.items():
             report.namespaces.setdefault(namespace, NamespaceReport()).opened_s = opened_s
         report.owner = report.owner or self._view.owner()
         if report.owner is not None:
             report.notices.append(f"in use by process {report.owner}: what it writes meanwhile may be missing here")
         if report.future_segments or report.slots[SlotState.FUTURE]:
             report.notices.append("segments or slots of a later format version were left: only that can check them")
-        self._sessions.finish()
+        self.files.sessions.finish()
         self._sweep_namespaces()
-        if reason := _try(self._sync):
+        if reason := attempt(self.files.sync):
             report.add_problem(Problem("", "the repairs may not be on the disk", False, reason=reason))
 
     def _sweep_namespaces(self) -> None:
         """Files of namespaces without a block: harmless, and the tier removes them when it opens the folder."""
         report = self.report
-        empty = [namespace for namespace in self._opened_s if not report.namespaces[namespace].blocks]
+        empty = [namespace for namespace in self.files.opened_s if not report.namespaces[namespace].blocks]
         may_be_used = report.outcome is Outcome.DAMAGED or report.future_segments or report.slots[SlotState.FUTURE]
         if self._repair and not may_be_used:
-            removed = [each for each in empty if not _try(lambda each=each: self._view.unlink(namespace_name(each)))]  # type: ignore[misc]
+            removed = [each for each in empty if not attempt(lambda each=each: self._view.unlink(namespace_name(each)))]  # type: ignore[misc]
             for namespace in removed:
                 del report.namespaces[namespace]
             report.num_swept = len(removed)
         elif empty:
             have = "has" if len(empty) == 1 else "have"
             report.notices.append(f"{counted(len(empty), 'namespace')} {have} no block that verifies")
-
-    def _sync(self) -> None:
-        for name in sorted(self._to_sync):
-            with self._opened(name, writable=True) as fd:
-                os.fdatasync(fd)
-        if self._to_sync or self.report.num_mended or self.report.dropped_namespace:
-            self._view.sync()
-
-
-def _try(mend: Mend) -> str:
-    """Why it failed; nothing if it did not."""
-    try:
-        mend()
-    except OSError as error:
-        return f"could not be repaired: {error.strerror}"
-    return ""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from kvtier.batch import Batch
-from kvtier.block_table import BlockTable, Made, Padding
+from kvtier.block_table import BlockTable, Made
 from kvtier.errors import IntegrityError
 from kvtier.metrics import SequenceMetrics
+from kvtier.padding import Padding
 from kvtier.placement import Placement
 from kvtier.recomputable import Past, Recomputable
 from kvtier.sealing import Sealer

@@ -6,8 +6,9 @@ import enum
 from dataclasses import dataclass, field
 
 from kvtier.batch import Batch
-from kvtier.block_table import BlockTable, Made, Padding
+from kvtier.block_table import BlockTable, Made
 from kvtier.errors import IntegrityError, UnsupportedError
+from kvtier.padding import Padding
 from kvtier.types import BlockId, Slot
 
 

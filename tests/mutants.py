@@ -113,6 +113,7 @@ PREFIX_CACHE, REUSE, QUOTA, KEEPING = (f"kvtier/{name}.py" for name in ("prefix_
 LABELS, ORIGIN, TRANSFER = (f"kvtier/{name}.py" for name in ("labels", "origin", "session_transfer"))
 RECORD, SESSION_FILES = "kvtier/session_record.py", "kvtier/stores/session_files.py"
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
+PADDING = "kvtier/padding.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 COPIES, USE, HUNG = "kvtier/copies.py", "kvtier/tier_use.py", "kvtier/hung_moves.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
@@ -596,7 +597,9 @@ MUTANTS = [
     ),
     Mutant("forks share their list of blocks", TABLE, "twin.blocks = list(self.blocks)", "twin.blocks = self.blocks"),
     Mutant("crop keeps the ids", TABLE, "keep:]\n        self._ids.truncate(num_tokens)\n", "keep:]\n"),
-    Mutant("length forgets padding", TABLE, "return self.num_tokens + sum(", "return self.num_tokens + 0 * sum("),
+    Mutant(
+        "length forgets padding", TABLE, "return self.num_tokens + self._padding.num_columns", "return self.num_tokens"
+    ),
     Mutant(
         "join ignores positions",
         TABLE,
@@ -617,19 +620,19 @@ MUTANTS = [
     ),
     Mutant(
         "pieces start in front of the padding",
-        TABLE,
-        "for p in self.padding if p.at <= first)",
-        "for p in self.padding if p.at < first)",
+        PADDING,
+        "for p in self.runs if p.at <= first)",
+        "for p in self.runs if p.at < first)",
     ),
     Mutant(
         "pieces bridge padding",
-        TABLE,
+        PADDING,
         "column += padding.at - first + padding.count",
         "column += padding.at - first",
     ),
-    Mutant("crop keeps a run of padding whole", TABLE, "min(padding.count, left)", "padding.count"),
-    Mutant("runs of padding side by side", TABLE, "if self.padding and self.padding[-1].at == at:", "if at < 0:"),
-    Mutant("forks share their padding", TABLE, "twin.padding = list(self.padding)", "twin.padding = self.padding"),
+    Mutant("crop keeps a run of padding whole", PADDING, "min(padding.count, left)", "padding.count"),
+    Mutant("runs of padding side by side", PADDING, "if self.runs and self.runs[-1].at == at:", "if at < 0:"),
+    Mutant("forks share their padding", PADDING, "return PaddingRuns(self.runs)", "return self"),
     Mutant("runs bridge a gap", PLAN, "slot != last + 1:", "slot > last + 2:"),
     # attention
     Mutant(

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.block_table import BlockTable, Made, Padding, TokenSource
+from kvtier.block_table import BlockTable, Made, TokenSource
 from kvtier.errors import IntegrityError
+from kvtier.padding import Padding
 from kvtier.token_runs import TokenRuns
 from kvtier.types import BlockId, SequenceId
 
@@ -317,7 +318,7 @@ def test_forks_have_padding_and_positions_of_their_own() -> None:
 def test_integrity_sees_padding_that_is_nowhere_and_lost_positions() -> None:
     for padding in ([Padding(3, 1)], [Padding(1, 0)], [Padding(1, 1), Padding(1, 1)], [Padding(2, 1), Padding(0, 1)]):
         table = padded(1, 2)
-        table.padding = padding
+        table._padding.runs = padding
         with pytest.raises(IntegrityError, match="padding"):
             table.check_integrity()
     table = padded(1, 2)

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.batch import Batch
-from kvtier.block_table import BlockTable, Padding
+from kvtier.block_table import BlockTable
 from kvtier.identity import DIGEST_BYTES, block_identity, canonical, digest, framed, token_content
 from kvtier.labels import Labels, at_once
 from kvtier.origin import Fingerprint, Origin
+from kvtier.padding import Padding
 from kvtier.recomputable import Past
 from kvtier.step import NewColumns
 from kvtier.types import BlockId, MovePurpose, SequenceId, SlotLabel, Tier
@@ -155,7 +156,8 @@ def test_namespace_parent_and_content_each_make_another_identity() -> None:
 
 
 PROGRAM = """
-from kvtier.block_table import BlockTable, Padding
+from kvtier.block_table import BlockTable
+from kvtier.padding import Padding
 from kvtier.identity import block_identity, canonical, digest
 table = BlockTable(1, 4)
 table.append(8, [5, 6, 7, 8, 9, 10, 11, -1], [0, 1], positions=[0, 1, 2, 3, 9, 10, 30, 31], padding=[Padding(0, 2)])
