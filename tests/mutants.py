@@ -48,7 +48,7 @@ STORE_TESTS = (
 )  # fmt: skip
 IO_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_io.py")
 RING_TESTS = ("tests/unit/test_ring.py",)
-SPARSE_TESTS = ("tests/fault/test_compression.py",)
+SPARSE_TESTS = ("tests/fault/test_compression.py", "tests/fault/test_joined_blocks.py")
 SESSION_TESTS = ("tests/unit/test_session_record.py", "tests/fault/test_session_files.py")
 PREFIX_TESTS = ("tests/unit/test_prefix.py", "tests/unit/test_identity.py", "tests/e2e/test_prefix_cache.py")
 REUSE_TESTS = ("tests/unit/test_reuse.py", "tests/e2e/test_prefix_cache.py")
@@ -121,7 +121,7 @@ BREAKER, RING, READS = (f"kvtier/{name}.py" for name in ("breaker", "ring", "sli
 RUNNING = "kvtier/running.py"
 LOSSES = "kvtier/losses.py"
 WEAR = "kvtier/wear.py"
-NVME, FOLDER, GPU, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "folder", "gpu", "slab"))
+NVME, FOLDER, SLAB = (f"kvtier/stores/{name}.py" for name in ("nvme", "folder", "slab"))
 SPACE, OPEN, INDEX, HEADERS, FORMAT = (
     f"kvtier/stores/{name}.py" for name in ("nvme_space", "nvme_open", "slot_index", "slot_headers", "slot_format")
 )
@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant(
         "moving tail not waited for",
         MANAGER,
-        "placement.settle(tail)  # it may itself",
+        "placement.settle(tail, Stall.TAIL)  # it may itself",
         "pass  # it may itself",
     ),
     Mutant(
@@ -393,8 +393,8 @@ MUTANTS = [
     Mutant(
         "late reads go on",
         READS,
-        "if read.generation != self._generation:\n                return",
-        "if False:\n                return",
+        "if read.generation != self._generation:\n                return\n",
+        "if False:\n                return\n",
     ),
     Mutant(
         "ceiling not lowered on a full disk",
@@ -412,8 +412,8 @@ MUTANTS = [
     Mutant(
         "moving block moved again",
         EVICTABLE,
-        "            and record.move is None\n            and not record.pins",
-        "            and not record.pins",
+        "record is None or record.move is not None or (slot := record.slot(self._tier))",
+        "record is None or (slot := record.slot(self._tier))",
     ),
     Mutant(
         "slot of a failed move leaks",
@@ -681,7 +681,18 @@ MUTANTS = [
         "row.writes[0].slot, row.writes[0].start + 1",
         "row.writes[0].slot, row.writes[0].start or 1",
     ),
-    Mutant("a token's run of blocks cut too long", PLACES, "run.first + run.count - first", "run.count"),
+    Mutant("a token's run of blocks cut too long", PLACES, "min(at_once, end - first)", "min(at_once, run.count)"),
+    Mutant(
+        "a run of blocks leaves out the token", PLACES, "slab.block_tokens + start + 1", "slab.block_tokens + start"
+    ),
+    Mutant("a run goes on in a tail that lies elsewhere", PLACES, "end == tail and", "end < tail and"),
+    Mutant("a run that its rows do not all see", PLACES, "all(each == rows[0] for each in rows)", "rows"),
+    Mutant(
+        "joined tokens of another head",
+        PLACES,
+        "1, heads, num_tokens, dim), (*outer_strides, head_stride, head_stride,",
+        "1, heads, num_tokens, dim), (*outer_strides, head_stride, token_stride,",
+    ),
     Mutant("streamed block seen by every row", PAST, "if row in source.rows:", "if source.rows:"),
     Mutant("pieces of the next row too", PAST, "min(start + self.at_once, last)", "start + self.at_once"),
     Mutant("stale bytes where padding is", OPEN_STEP, "if step.batch.is_padded:", "if step.batch is None:"),
@@ -693,7 +704,12 @@ MUTANTS = [
     ),
     # the stores
     Mutant("nvme checksum not compared", READER, "if actual != expected:", "if expected < 0:"),
-    Mutant("nvme checksum of another slice", READER, "payload.checksums[layer],", "payload.checksums[layer - 1],"),
+    Mutant(
+        "nvme checksum of another slice",
+        READER,
+        "_verify(part, payload.checksums[layer]",
+        "_verify(part, payload.checksums[layer - 1]",
+    ),
     Mutant(
         "nvme slice read from the next one's place",
         READER,
@@ -839,6 +855,7 @@ MUTANTS = [
         "if segment.allocated_bytes() < int(pages.sum() + 1) * PAGE_BYTES:",
         "if segment.allocated_bytes() < 0:",
     ),
+    Mutant("a page between two groups lost", PAYLOAD, "room[:held_bytes] = room[whole_bytes:]", "..."),
     Mutant("encoded last page not cleared", PAYLOAD, "data[end : whole_pages(end)] = 0", "data[end:end] = 0"),
     Mutant(
         "encoded slices decoded as the store's own elements",
@@ -893,12 +910,12 @@ MUTANTS = [
         "                    folder.unlink(name)\n",
         "                    pass\n",
     ),
-    Mutant("gpu values over keys", GPU, "offset_bytes + shape.key_bytes,", "offset_bytes,"),
+    Mutant("values over keys", SLAB, "view(layer, shape.key_bytes, shape", "view(layer, 0, shape"),
     Mutant(
         "slab slice of another layer",
         SLAB,
-        "start = layer * self.shape.slice_bytes",
-        "start = 0 * self.shape.slice_bytes",
+        "return block[layer] if block.dim()",
+        "return block[0] if block.dim()",
     ),
 ]
 
