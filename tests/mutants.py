@@ -633,7 +633,7 @@ MUTANTS = [
     Mutant("crop keeps a run of padding whole", PADDING, "min(padding.count, left)", "padding.count"),
     Mutant("runs of padding side by side", PADDING, "if self.runs and self.runs[-1].at == at:", "if at < 0:"),
     Mutant("forks share their padding", PADDING, "return PaddingRuns(self.runs)", "return self"),
-    Mutant("runs bridge a gap", PLAN, "slot != last + 1:", "slot > last + 2:"),
+    Mutant("runs bridge a gap", PLAN, "block.slot == first.slot + count:", "block.slot >= first.slot + count:"),
     # attention
     Mutant(
         "padding is attended to",
