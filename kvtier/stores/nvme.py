@@ -12,6 +12,7 @@ import torch
 
 from kvtier.errors import BudgetError, ClosedError, StoreError
 from kvtier.rate import Rate
+from kvtier.size import size_and_bytes
 from kvtier.stores.base import Store
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
@@ -109,8 +110,9 @@ class NvmeStore(Store):
         limits = SpaceLimits(budget_bytes, segment_bytes_max, reserve_free_frac, expected_frac(shape, compression))
         if budget_bytes < min_budget_bytes(shape):
             raise BudgetError(
-                f"tiers.nvme.budget is {budget_bytes} bytes, its minimum is {min_budget_bytes(shape)}: one slot of "
-                f"{self.slot_bytes} and {min_budget_bytes(shape) - self.slot_bytes} for the folder, lock and index. "
+                f"tiers.nvme.budget is {size_and_bytes(budget_bytes)}, its minimum is "
+                f"{size_and_bytes(min_budget_bytes(shape))}: one slot of {self.slot_bytes} bytes and "
+                f"{min_budget_bytes(shape) - self.slot_bytes} for the folder, lock and index. "
                 "Raise it, lower block_tokens, or leave the nvme tier out"
             )
         move_bytes = self.slot_bytes + BOOKKEEPING_BYTES
@@ -165,8 +167,9 @@ class NvmeStore(Store):
         least_bytes = min_budget_bytes(self.shape) + used_bytes
         if used_bytes and self.budget_bytes < least_bytes:
             raise BudgetError(
-                f"tiers.nvme.budget is {self.budget_bytes} bytes, its minimum is {least_bytes}: the sessions in "
-                f"{self.folder} take {used_bytes} of it. Raise it, delete sessions, or give another tiers.nvme.path"
+                f"tiers.nvme.budget is {size_and_bytes(self.budget_bytes)}, its minimum is "
+                f"{size_and_bytes(least_bytes)}: the sessions in {self.folder} take {used_bytes} bytes of it. "
+                "Raise it, delete sessions, or give another tiers.nvme.path"
             )
         return max(self.sessions.room_bytes, used_bytes)
 
