@@ -42,6 +42,7 @@ from kvtier.benchmarks.timeline import Recorder, Row, Timeline, row_of
 from kvtier.benchmarks.verify import Verified
 from kvtier.benchmarks.watch import Watch, warm_up
 from kvtier.config import load_config
+from kvtier.config_files import names_source, source_name
 from kvtier.errors import ConfigError, KVTierError, UnsupportedError
 from kvtier.terminal import sigterm_is_ctrl_c
 
@@ -97,6 +98,7 @@ class _Soak:
     ) -> None:
         self.options, self.console, self.file = options, console, file
         self.config = load_config(saved.config if saved else options.config)  # before the wait for the model
+        self.config_name = "" if saved else source_name(options.config)
         faults = (saved.faults or {}).get("settings") if saved else options.faults
         self.fault_settings = None if faults is None else load_faults(faults, self.config)
         self.injection: Injection | None = None
@@ -144,7 +146,8 @@ class _Soak:
         with waiting(self.console, "Warming up …"):
             warm_up(self.loaded.model, self.config.prefill_chunk)
         self.watch = Watch(self.loaded.model.device.type == "cpu", self.earlier)
-        self.run.tiered = tiered = TieredKV(self.loaded.model, self.config)
+        with names_source(self.config_name):
+            self.run.tiered = tiered = TieredKV(self.loaded.model, self.config)
         try:
             if self.fault_settings:
                 self.injection = Injection(self.fault_settings, tiered, self.earlier and self.earlier.faults)

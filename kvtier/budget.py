@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.errors import BudgetError
+from kvtier.size import size_and_bytes
 from kvtier.types import AttentionMode, BlockShape
 
 
@@ -125,8 +126,8 @@ def split_gpu_budget(
             while least - 1 - int((least - 1) * untiered_frac) >= wanted:
                 least -= 1
         raise BudgetError(
-            f"tiers.gpu.budget is {budget_bytes} bytes, its minimum is {least}: {MIN_SLOTS} blocks "
-            f"of {slot_bytes} + a ring of {min_ring} + scratch of {min_scratch} for one token"
+            f"tiers.gpu.budget is {size_and_bytes(budget_bytes)}, its minimum is {size_and_bytes(least)}: {MIN_SLOTS} "
+            f"blocks of {slot_bytes} bytes + a ring of {min_ring} + scratch of {min_scratch} for one token"
             f"{', and as much again for the layer that attention: gathered assembles' if gathered else ''}"
             f"{', and untiered_frac for layers that are not tiered' if untiered_frac else ''}. Raise it or lower "
             "block_tokens"

@@ -16,7 +16,6 @@ from kvtier.chat_template import chat_parts, closed, encode
 from kvtier.errors import UnsupportedError
 from kvtier.hf import TieredCache
 from kvtier.model import TieredKV
-from kvtier.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Chat:
         ids = [*(closed(self._ids, self._closing) if self._ids else ()), *asked]
         self._check_length(len(ids))
         cache = self._session.cache
-        held, found = _held(cache), _found(cache)
+        before = _reused(cache)
         watch = _Watch(self._tokenizer, self._tiered, show, self._ends)
         out = self._session.generate(
             torch.tensor([ids], device=self._tiered.device),
@@ -91,14 +90,14 @@ class Chat:
             streamer=watch,
             stopping_criteria=[lambda seen, scores, **_: torch.full((1,), stop(), device=seen.device)],
         )
+        reused = {tier: count - before[tier] for tier, count in _reused(cache).items()}
         self._ids = out[0].tolist()
         total_s = time.monotonic() - watch.started_s
         num_new, is_cut = len(self._ids) - len(ids), self._ids[-1] not in self._ends
         if is_cut:
             self._settle()
         computed = watch.prompt_computed
-        found = {tier: count - found[tier] for tier, count in _found(cache).items()}
-        reused = _attributed(len(ids) - computed, held, found)
+        reused = _attributed(len(ids) - computed, reused)
         first_token_s = watch.first_s - watch.started_s
         return Turn(len(ids), reused, computed, num_new, first_token_s, total_s, is_cut)
 
@@ -165,32 +164,19 @@ class _Watch:
         self._shown = len(text)
 
 
-def _held(cache: TieredCache) -> list[tuple[str, int]]:
-    """What a cache of one row holds, block by block: the fastest tier, and tokens."""
-    table, residency = cache.state.batch.tables[0], cache.state.runtime.placement.residency
-    each, num_tokens = table.block_tokens, table.num_tokens
-    held = []
-    for index, block in enumerate(table.blocks):
-        tier = residency[block].fastest
-        held.append(("none" if tier is None else tier.label, min(each, num_tokens - index * each)))
-    return held
-
-
-def _found(cache: TieredCache) -> dict[str, int]:
-    """Tokens of its prompts that were found of other conversations, or of this one's earlier blocks, by tier."""
+def _reused(cache: TieredCache) -> dict[str, int]:
+    """Tokens of its prompts that it held, or that were found of other conversations, by tier."""
     counts = cache.stats()["reused_tokens"]
     assert isinstance(counts, dict)
     return {str(tier): int(count) for tier, count in counts.items()}
 
 
-def _attributed(num_reused: int, held: list[tuple[str, int]], found: dict[str, int]) -> dict[str, int]:
-    """Whence the first tokens of a conversation came that were not computed."""
-    reused = {tier.label: 0 for tier in Tier}
-    for tier, num_tokens in [*held, *found.items()]:
-        taken = min(num_tokens, num_reused)
-        num_reused -= taken
-        if taken:
-            reused[tier] = reused.get(tier, 0) + taken
+def _attributed(num_reused: int, held: dict[str, int]) -> dict[str, int]:
+    """Whence tokens came that were not computed: fewer than were held, where some of those were lost meanwhile."""
+    reused = {}
+    for tier, num_tokens in held.items():
+        reused[tier] = min(num_tokens, num_reused)
+        num_reused -= reused[tier]
     return reused
 
 

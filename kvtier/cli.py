@@ -31,6 +31,7 @@ from rich.progress import (
 
 from kvtier import __version__, cli_sessions
 from kvtier.cli_chat import chat
+from kvtier.cli_json import json_mend
 from kvtier.cli_plan import plan
 from kvtier.cli_selftest import selftest
 from kvtier.errors import ConfigError, KVTierError
@@ -217,6 +218,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under 15 seconds, with rougher figures.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all that was measured too.")] = False,
 ) -> None:
     """Measure this machine's disk, memory and processor, and propose a config, with a reason for each line."""
     # torch takes a second or two to import: not for `kvtier version`.
@@ -230,7 +232,7 @@ def doctor(
     else:
         with Bars(Console(stderr=True)) as bars:
             report = examine(wishes, bars)
-        print_report(report, page_console())
+        print_report(report, page_console(), verbose)
     raise typer.Exit(report.exit_status)
 
 
@@ -283,7 +285,8 @@ def _run(words: list[str]) -> int:
         explain = getattr(error, "format_message", None)
         if explain is None:
             raise
-        return _complain(str(explain()))  # empty where the help was printed instead
+        message = str(explain())  # empty where the help was printed instead
+        return _complain(message + json_mend(words, message))
     if result == EXIT_INTERRUPTED:  # newer versions of typer return it themselves
         sys.stderr.write("kvtier: interrupted\n")
     return result if isinstance(result, int) else 0

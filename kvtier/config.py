@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from kvtier.config_errors import check_shape, explain_all
-from kvtier.config_files import check_nvme_path, parse_yaml, read_source
+from kvtier.config_files import check_nvme_path, names_source, parse_yaml, read_source, source_name
 from kvtier.config_tiers import (
     Budget,
     CpuTierConfig,
@@ -163,7 +163,8 @@ def load_config(source: str | Path | Mapping[str, Any] | KVTierConfig | None) ->
     """
     config = read_config(source)
     if config.tiers.nvme is not None and config.tiers.nvme.path is not None:
-        check_nvme_path(config.tiers.nvme.path)
+        with names_source(source_name(source)):
+            check_nvme_path(config.tiers.nvme.path)
     return config
 
 
@@ -186,4 +187,5 @@ def _build(values: Mapping[Any, Any], where: str) -> KVTierConfig:
         check_shape(values)
         return KVTierConfig(**values)
     except ConfigError as error:
-        raise ConfigError(*(f"{where}: {mistake}" for mistake in error.mistakes)) from None
+        error.name_source(where)
+        raise

@@ -5,10 +5,11 @@ Pure Python. Nothing is kept open; the nvme path is tried with an empty file tha
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,31 @@ def check_nvme_path(path: Path) -> None:
         ) from None
 
 
+def source_name(source: object) -> str:
+    """The name, for messages, of the preset or file that a config comes from; empty where it has none."""
+    if isinstance(source, str) and source in preset_names():
+        return f"preset {source}"
+    return str(source) if isinstance(source, str | Path) else ""
+
+
+@contextlib.contextmanager
+def names_source(source: str) -> Iterator[None]:
+    """Put that name, if there is one, before each mistake of the config that is found inside."""
+    try:
+        yield
+    except ConfigError as error:
+        if source:
+            error.name_source(source)
+        raise
+
+
 def read_source(source: str | Path) -> tuple[str, str]:
     """The source's name for messages, and its text. A preset's name wins over a file of that name."""
     if isinstance(source, str):
         presets = preset_names()
         if source in presets:
             file = importlib.resources.files("kvtier.configs") / f"{source}.yaml"
-            return f"preset {source}", file.read_text(encoding="utf-8")
+            return source_name(source), file.read_text(encoding="utf-8")
         if os.sep not in source and not source.endswith((".yaml", ".yml")) and not Path(source).is_file():
             hint = closest(source, presets)
             raise ConfigError(f"config: no preset is named {source!r}{hint}. Presets: {', '.join(presets)}")

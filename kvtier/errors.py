@@ -41,6 +41,11 @@ class ConfigError(KVTierError, ValueError):
         super().__init__("\n".join(mistakes))
         self.mistakes = mistakes
 
+    def name_source(self, source: str) -> None:
+        """Put the name of the file or preset that the config came from before each mistake."""
+        self.mistakes = tuple(f"{source}: {mistake}" for mistake in self.mistakes)
+        self.args = ("\n".join(self.mistakes),)
+
 
 class BudgetError(ConfigError):
     """A budget is below the minimum that the config and model need. The message prints the sum and the mend."""

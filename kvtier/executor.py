@@ -18,6 +18,7 @@ from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
 from kvtier.open_step import OpenStep
 from kvtier.ring import SliceRing
+from kvtier.size import size_and_bytes
 from kvtier.step import NewColumns, Step
 from kvtier.step_memory import StepMemory
 from kvtier.stores.slab import LayerViews
@@ -74,8 +75,8 @@ class StepExecutor:
             needed = limits.cost.scratch_bytes(1, limits.num_pieces, rows)
             raise BudgetError(
                 f"one new token in each of {rows} rows needs {rows} gpu slots, of which the gpu tier has "
-                f"{self.manager.num_gpu_slots}, and {needed} bytes of scratch, of which it has {limits.scratch_bytes}: "
-                "raise tiers.gpu.budget, lower block_tokens, or use fewer rows"
+                f"{self.manager.num_gpu_slots}, and {size_and_bytes(needed)} of scratch, of which it has "
+                f"{size_and_bytes(limits.scratch_bytes)}: raise tiers.gpu.budget, lower block_tokens, or use fewer rows"
             )
         return min(limits.max_chunk, scratch, slots)
 
@@ -120,9 +121,9 @@ class StepExecutor:
         if needed > self.memory.arena.numel():
             raise BudgetError(
                 f"attention: gathered assembles one layer: {num_rows} rows x {num_columns} tokens x {shape.kv_heads} "
-                f"kv heads x ({shape.key_dim} + {shape.value_dim}) x {shape.element_bytes} bytes = {needed} bytes, and "
-                f"the gpu budget leaves room for {self.limits.gather_bytes}; raise tiers.gpu.budget or use attention: "
-                "blockwise"
+                f"kv heads x ({shape.key_dim} + {shape.value_dim}) x {shape.element_bytes} bytes = "
+                f"{size_and_bytes(needed)}, and the gpu budget leaves room for "
+                f"{size_and_bytes(self.limits.gather_bytes)}; raise tiers.gpu.budget or use attention: blockwise"
             )
 
     def commit(self, opened: OpenStep) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from kvtier.batch import Batch
 from kvtier.block_table import Made
+from kvtier.config_files import names_source
 from kvtier.errors import BlockLostError, BudgetError, CapacityError, UnsupportedError
 from kvtier.hf import (
     CACHE_NAMES,
@@ -35,8 +36,11 @@ MIN_PREFILL_TOKENS = 32  # fewer in a step say little of what prompts cost
 _JOINED = ("logits", "last_hidden_state", "hidden_states")
 
 
-def wrap_forward(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """A forward that behaves as `original`, bit for bit, unless its cache is a TieredCache of `runtime`."""
+def wrap_forward(original: Callable[..., Any], runtime: Runtime, config_name: str = "") -> Callable[..., Any]:
+    """A forward that behaves as `original`, bit for bit, unless its cache is a TieredCache of `runtime`.
+
+    `config_name`: of the file or preset that a step's BudgetError is to name, if there is one.
+    """
     signature = inspect.signature(original)
     keyword = cache_keyword(original)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
@@ -53,7 +57,8 @@ def wrap_forward(original: Callable[..., Any], runtime: Runtime) -> Callable[...
         if cache.state.runtime is not runtime:
             cache.state.check_open()
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
-        return _SplitForward(model, cache, arguments, recomputes=runtime.config.on_block_loss == "recompute").run()
+        with names_source(config_name):
+            return _SplitForward(model, cache, arguments, recomputes=runtime.config.on_block_loss == "recompute").run()
 
     return WrappedMethod(original, forward)
 

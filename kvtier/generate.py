@@ -47,6 +47,7 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
         use = cache.state.enter(call.changes())
         try:
             call.check()
+            call.count_held()
             call.reuse()
             cache.state.held_of_prompt = call.held_of_prompt()
             cache.state.own_positions = kwargs.get("position_ids") is not None
@@ -126,6 +127,14 @@ class _Call:
         in_config = getattr(self._arguments.get("generation_config"), "cache_implementation", None)
         asked = self._arguments.get("cache_implementation") is not None or in_config not in (None, shipped)
         return {} if shipped is None or asked else {"cache_implementation": None}
+
+    def count_held(self) -> None:
+        """Count what a cache that goes on, or a session, holds of the prompts: it is not computed again."""
+        runtime, batch = self._cache.state.runtime, self._cache.state.batch
+        if self._ids is not None and batch.length and not self._passes_new_tokens_only():
+            with runtime.turn:
+                for table in batch.tables[:: self._generation.num_copies]:
+                    runtime.prefix_cache.count_held(table)
 
     def reuse(self) -> None:
         """Begin with what is found of the prompts, where that gives the tokens that computing them would."""

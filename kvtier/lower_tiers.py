@@ -15,6 +15,7 @@ from kvtier.config import KVTierConfig
 from kvtier.config_tiers import NvmeTierConfig
 from kvtier.errors import BudgetError, FolderInUseError
 from kvtier.log import logger
+from kvtier.size import size_and_bytes
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
 from kvtier.stores.nvme import NvmeStore
@@ -32,7 +33,7 @@ def budget_error(key: str, budget_bytes: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        raise BudgetError(f"{key}: {budget_bytes} bytes cannot be allocated: lower it ({error})") from error
+        raise BudgetError(f"{key}: {size_and_bytes(budget_bytes)} cannot be allocated: lower it ({error})") from error
 
 
 def gpu_budget(config: KVTierConfig, group: LayerGroup) -> GpuBudget:
@@ -79,22 +80,22 @@ def build_lower(config: KVTierConfig, group: LayerGroup, budgets: dict[Tier, int
         stores[Tier.NVME] = store
         if store.ceiling_bytes() < nvme_bytes:
             logger.warning(
-                "tiers.nvme.budget is %d bytes, but the disk of %s has room for %d while 5%% of it stays free: "
-                "going on with that", nvme_bytes, store.folder, store.ceiling_bytes(),
+                "tiers.nvme.budget is %s, but the disk of %s has room for %s while 5%% of it stays free: going on with "
+                "that", size_and_bytes(nvme_bytes), store.folder, size_and_bytes(store.ceiling_bytes()),
             )  # fmt: skip
     if cpu_bytes:
         num_slots = cpu_bytes // slot_bytes(shape)
         if num_slots < 1:
             raise BudgetError(
-                f"tiers.cpu.budget is {cpu_bytes} bytes, its minimum is {slot_bytes(shape)}: one block of "
-                f"{shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
+                f"tiers.cpu.budget is {size_and_bytes(cpu_bytes)}, its minimum is {size_and_bytes(slot_bytes(shape))}: "
+                f"one block of {shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
             )
         budgets[Tier.CPU] = cpu_bytes
         in_memory = cpu_bytes + (budgets[Tier.GPU] if device.type == "cpu" else 0)
         if in_memory > system.memory_limit_bytes():
             logger.warning(
-                "the budgets in host memory add up to %d bytes, and the process may use %d: lower them, or it may "
-                "be killed when they fill", in_memory, system.memory_limit_bytes(),
+                "the budgets in host memory add up to %s, and the process may use %s: lower them, or it may be "
+                "killed when they fill", size_and_bytes(in_memory), size_and_bytes(system.memory_limit_bytes()),
             )  # fmt: skip
         with budget_error("tiers.cpu.budget", cpu_bytes):
             stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda", joined=joins(shape, device))

@@ -51,7 +51,7 @@ class SequenceMetrics:
     nvme_read_bytes: int = 0
     """Bytes brought up from the nvme tier for this sequence, streamed or promoted."""
     reused_tokens: Counter[Tier] = field(default_factory=Counter)
-    """Tokens of prompts that were found instead of computed, by the fastest tier that held them."""
+    """Tokens of prompts that were held or found instead of computed, by the fastest tier that held them."""
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for `cache.stats()`."""
@@ -68,6 +68,8 @@ class Metrics:
 
     bytes_moved: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
     slices_read: Counter[Tier] = field(default_factory=Counter)
+    reused_tokens: Counter[Tier] = field(default_factory=Counter)
+    """As of one sequence, over all."""
     moves_failed: int = 0
     steps: int = 0
     steps_aborted: int = 0

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from kvtier.config import KVTierConfig, load_config
+from kvtier.config_files import names_source, source_name
 from kvtier.errors import AlreadyWrappedError, UnsupportedError
 from kvtier.forward import wrap_forward
 from kvtier.generate import wrap_generate
@@ -60,7 +61,7 @@ class TieredKV:
     """
 
     def __init__(self, model: Any, config: str | Path | Mapping[str, Any] | KVTierConfig | None = None) -> None:
-        loaded = load_config(config)
+        loaded, config_name = load_config(config), source_name(config)
         self.model = model
         model = transformers_model(model)
         if isinstance(getattr(model, "forward", None), WrappedMethod):
@@ -71,7 +72,8 @@ class TieredKV:
         mark.describe = fingerprints.modules
         make_untiered = functools.partial(new_untiered, model, group)
         past = UntieredLayers(make_untiered()).past
-        self._runtime = Runtime(group, loaded, mark, make_untiered, fingerprints, past)
+        with names_source(config_name):
+            self._runtime = Runtime(group, loaded, mark, make_untiered, fingerprints, past)
         try:
             patch = Patch.apply(model)
         except BaseException:  # a Ctrl-C too: nothing stays allocated
@@ -82,7 +84,7 @@ class TieredKV:
         self._keyword = cache_keyword(model.forward)
         self._sessions = Sessions(self.model, self._runtime, functools.partial(_new_cache, self._runtime, None))
         generate = wrap_generate(model.generate, self._runtime, self._keyword)
-        model.forward, model.generate = wrap_forward(model.forward, self._runtime), generate
+        model.forward, model.generate = wrap_forward(model.forward, self._runtime, config_name), generate
         # Also when the wrapper is dropped without close, and at interpreter exit: threads stop, files go.
         self._finalize = weakref.finalize(self, _unwrap, model, own, patch, self._runtime)
 

@@ -16,6 +16,7 @@ from kvtier.metrics import Metrics, Stall
 from kvtier.mover import Mover
 from kvtier.prefix import Miss
 from kvtier.residency import BlockRecord
+from kvtier.size import size_and_bytes
 from kvtier.slots import SlotPool
 from kvtier.types import BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
 from kvtier.wear import WriteMeter
@@ -263,8 +264,9 @@ class Placement(Mover):
         if not cause and self._last_error:
             cause = f"; last error: {self._last_error}"
         return (
-            f"no tier takes another block: {num_slots} slots of {self.block_bytes} bytes are needed on {tier.label}; "
-            f"{state}{cause}. Raise a tier's budget, drop or reset() caches that are done with, or shorten the prompt"
+            f"no tier takes another block: {num_slots} slots of {size_and_bytes(self.block_bytes)} are needed on "
+            f"{tier.label}; {state}{cause}. Raise a tier's budget, drop or reset() caches that are done with, or "
+            "shorten the prompt"
         )
 
     def residency_pins(self, tier: Tier) -> int:

@@ -31,7 +31,7 @@ class PrefixMetrics:
     tokens: int = 0
     """Their tokens."""
     reused_tokens: Counter[Tier] = field(default_factory=Counter)
-    """Those that were not computed, by the fastest tier that held their block."""
+    """Those that were found and not computed, by the fastest tier that held their block."""
     misses: Counter[Miss] = field(default_factory=Counter)
     """Rows by why the first block that was not found was not."""
 
@@ -94,20 +94,27 @@ class PrefixCache:
 
         `computed`: the first block of those that were computed after all, and the first that was not.
         """
-        metrics, residency = self.metrics, self._placement.residency
+        metrics = self.metrics
         metrics.lookups += 1
         metrics.tokens += len(token_ids)
         if match.miss is not None:
             metrics.misses[match.miss] += 1
-        own = self._placement.sequence_metrics[table.sequence]
+        metrics.reused_tokens.update(self.count_held(table, *computed))
+
+    def count_held(self, table: BlockTable, *computed: int) -> Counter[Tier]:
+        """Note as reused what a row holds of its prompt, by the fastest tier of each block, and return that.
+
+        `computed`: as `count` takes it. O(blocks).
+        """
+        residency = self._placement.residency
+        held: Counter[Tier] = Counter()
         for index, block in enumerate(table.blocks):
-            if computed and index in range(*computed):
-                continue
             tier = residency[block].fastest
-            num_tokens = min(self._block_tokens, table.num_tokens - index * self._block_tokens)
-            if tier is not None:
-                metrics.reused_tokens[tier] += num_tokens
-                own.reused_tokens[tier] += num_tokens
+            if tier is not None and not (computed and index in range(*computed)):
+                held[tier] += min(self._block_tokens, table.num_tokens - index * self._block_tokens)
+        self._placement.metrics.reused_tokens.update(held)
+        self._placement.sequence_metrics[table.sequence].reused_tokens.update(held)
+        return held
 
     # -- finding ------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from kvtier.prefix_cache import PrefixCache
 from kvtier.quota import Quota
 from kvtier.recomputable import Past
 from kvtier.ring import SliceRing
+from kvtier.size import size_and_bytes
 from kvtier.slots import SlotPool
 from kvtier.step_timer import StepTimer
 from kvtier.stores.base import Store
@@ -163,7 +164,7 @@ class Runtime:
         if config.salt_quota is not None and config.salt_quota.amount < shape.block_bytes:
             raise BudgetError(
                 f"salt_quota is {config.salt_quota}, its minimum is one block of {shape.block_tokens} tokens, "
-                f"{shape.block_bytes} bytes: raise it, lower block_tokens, or leave it out for no limit"
+                f"{size_and_bytes(shape.block_bytes)}: raise it, lower block_tokens, or leave it out for no limit"
             )
         if config.salt_quota is not None and self.labels is not None:
             self.placement.quota = Quota(int(config.salt_quota.amount) // shape.block_bytes, self.files)
@@ -195,7 +196,7 @@ class Runtime:
         self.manager.upkeep.reads_in_place = share.is_in_place
         self.executor = StepExecutor(group, self.manager, slabs, ring, self.metrics, self.mode, limits, share)
         for tier, store in self.stores.items():
-            logger.info("%s tier: %d bytes, %d blocks", tier.label, self.budgets[tier], store.num_slots)
+            logger.info("%s tier: %s, %d blocks", tier.label, size_and_bytes(self.budgets[tier]), store.num_slots)
             if isinstance(store, NvmeStore):
                 logger.info("nvme tier: io %s: %s", store.io.mode.value, store.io.reason)
 

@@ -96,12 +96,20 @@ class Session:
             self._key, self.name, input_ids, kwargs | {"attention_mask": torch.ones_like(input_ids)}
         )
 
-    def fork(self, name: str) -> Session:
+    def fork(self, name: str = "") -> Session:
         """A session of its own with the same tokens, whose blocks are shared until either side changes them.
 
+        It is kept as any session is, so it needs a name; `chat.cache.fork()` has none.
+
         Raises:
+            UnsupportedError: no name; nothing changed.
             SessionExistsError: there is one of that name; nothing changed.
         """
+        if name == "":  # a cache's fork, which is not kept, takes none
+            raise UnsupportedError(
+                f"session.fork: the new session needs a name of its own, any printable text, such as "
+                f"fork({self.name + '-2'!r}); for a copy without one, kept by nobody, session.cache.fork()"
+            )
         self.cache.state.check_between_steps("session.fork")
         return Session(name, self._sessions.fork(self._key, self.name, name), self._sessions)
 

@@ -17,6 +17,7 @@ from kvtier.rate import Rate
 from kvtier.session_archive import ArchiveReader
 from kvtier.session_folder import SessionFolder
 from kvtier.session_record import SessionRecord
+from kvtier.size import size_and_bytes
 from kvtier.stores.folder_entries import EntryKind
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.nvme_layout import (
@@ -122,8 +123,9 @@ class _Plan:
         self.budget_bytes = self._budget(folder) if budget_bytes is None else budget_bytes
         if not self._holds(self.budget_bytes, folder):
             raise ConfigError(
-                f"--budget {self.budget_bytes}: {folder.path} takes {folder.allocated_bytes()} bytes and what its "
-                "files may grow by, and what is beyond the budget would be removed: give what tiers.nvme.budget says"
+                f"--budget {size_and_bytes(self.budget_bytes)}: {folder.path} takes "
+                f"{size_and_bytes(folder.allocated_bytes())} and what its files may grow by, and what is beyond the "
+                "budget would be removed: give what tiers.nvme.budget says"
             )
 
     def _check_new(self, records: list[SessionRecord]) -> None:
@@ -228,8 +230,8 @@ class _Plan:
         if num_missing > len(slots):
             raise CapacityError(
                 f"{num_missing} blocks of session {printable(self.record.name)} are to be written to {self._folder}, "
-                f"and {len(slots)} find room within {self.budget_bytes} bytes: give --budget as the config's "
-                "tiers.nvme.budget, or delete sessions"
+                f"and {len(slots)} find room within {size_and_bytes(self.budget_bytes)}: give --budget as the "
+                "config's tiers.nvme.budget, or delete sessions"
             )
         for label, slot, data in zip(labels, there, blocks, strict=True):
             if slot is None:

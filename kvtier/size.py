@@ -13,6 +13,25 @@ _UNIT_BYTES = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+|%)?", re.ASCII)
 
 
+_BINARY = tuple(name for name in reversed(_UNIT_BYTES) if "i" in name)
+_SHORT = len("20480MiB")  # still read at a glance; 19531250KiB is not
+
+
+def size_and_bytes(num_bytes: int) -> str:
+    """A size for messages, as a config takes it and exactly: `1GiB (1073741824 bytes)`; below 1 KiB bytes alone.
+
+    One that no unit divides is rounded up to a hundredth, so that a minimum copied from a message is enough.
+    """
+    unit = next((name for name in _BINARY if num_bytes >= _UNIT_BYTES[name]), None)
+    if unit is None:
+        return f"{num_bytes} byte{'s' * (num_bytes != 1)}"
+    exact = str(Size(num_bytes))
+    if len(exact) <= _SHORT and exact != f"{num_bytes}B":
+        return f"{exact} ({num_bytes} bytes)"
+    hundredths = -(-num_bytes * 100 // _UNIT_BYTES[unit])
+    return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + f"{unit} ({num_bytes} bytes)"
+
+
 def unit_names() -> list[str]:
     """The units of bytes that `Size.parse` knows."""
     return list(_UNIT_BYTES)

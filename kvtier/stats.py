@@ -32,6 +32,7 @@ def stats(runtime: Runtime) -> dict[str, Any]:
             "steps": metrics.steps,
             "steps_aborted": metrics.steps_aborted,
             "tokens": metrics.tokens,
+            "reused_tokens": {tier.label: metrics.reused_tokens[tier] for tier in Tier},
             "moves_failed": metrics.moves_failed,
             "moves_in_flight": len(runtime.placement.moves) + len(runtime.placement.hung.moves),
             "nvme_sole_reads": metrics.nvme_sole_reads,

@@ -6,6 +6,7 @@ import weakref
 from typing import Protocol
 
 from kvtier.errors import BudgetError
+from kvtier.size import size_and_bytes
 
 
 class UntieredBytes(Protocol):
@@ -45,8 +46,8 @@ class UntieredRoom:
         if self.num_layers and (held := self.used_bytes() + more_bytes) > self.room_bytes:
             raise BudgetError(
                 f"the {self.num_layers} layers that are not tiered (windows, linear attention) would hold "
-                f"{held} bytes in {len(self.caches)} caches, and tiers.gpu.budget leaves them {self.room_bytes}: raise "
-                "it or tiers.gpu.untiered_frac, drop caches, or use fewer rows"
+                f"{size_and_bytes(held)} in {len(self.caches)} caches, and tiers.gpu.budget leaves them "
+                f"{size_and_bytes(self.room_bytes)}: raise it or tiers.gpu.untiered_frac, drop caches, or use fewer rows"
             )
 
     def can_mend(self) -> bool:

@@ -1,4 +1,4 @@
-"""For people: a progress bar while it runs, then tables, the proposal, and what is wrong."""
+"""For people: a progress bar while it runs, then the proposal and what is wrong; before them tables if asked for."""
 
 from __future__ import annotations
 
@@ -52,15 +52,22 @@ class Bars:
             self._progress.advance(self._task)
 
 
-def print_report(report: Report, console: Console) -> None:
-    """The whole report. Lines of text stay whole, since what is copied from there has to load."""
-    for part in _parts(report):
+def print_report(report: Report, console: Console, verbose: bool = False) -> None:
+    """The report; the tables of all that was measured only if `verbose`: they are 150 lines and more.
+
+    Lines of text stay whole, since what is copied from there has to load.
+    """
+    for part in _parts(report, verbose):
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
-def _parts(report: Report) -> Iterator[RenderableType]:
-    yield _rows_table(report)
-    yield _disk_table(report)
+def _parts(report: Report, verbose: bool) -> Iterator[RenderableType]:
+    if verbose:
+        yield _rows_table(report)
+        yield _disk_table(report)
+    else:
+        num_figures = len(report.rows) + len(report.facts.disk.rates)
+        yield Text(f"Looked at: {num_figures} figures of this machine. --verbose shows them, --json has them.")
     yield Text("\nProposed config:\n")
     yield Text(report.proposal.yaml)
     for warning in report.warnings:

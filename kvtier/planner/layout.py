@@ -17,7 +17,7 @@ from kvtier.config_tiers import NvmeTierConfig
 from kvtier.errors import BudgetError, ConfigError
 from kvtier.planner.card import ModelCard
 from kvtier.planner.rates import HOW, Rates
-from kvtier.size import SizeUnit
+from kvtier.size import SizeUnit, size_and_bytes
 from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes, sessions_room_bytes
 from kvtier.stores.slot_format import Geometry
 from kvtier.stores.space_limits import SpaceLimits, expected_frac
@@ -217,8 +217,9 @@ def _limits(layout: Layout, budgets: dict[Tier, int], rates: Rates | None) -> It
             yield Limit(
                 f"{tier.label} budget",
                 0,
-                f"tiers.{tier.label}.budget is {budgets[tier]} bytes, its minimum for blocks of {shape.block_tokens} "
-                f"tokens is {least_bytes}: raise it, lower block_tokens, or leave the tier out",
+                f"tiers.{tier.label}.budget is {size_and_bytes(budgets[tier])}, its minimum for blocks of "
+                f"{shape.block_tokens} tokens is {size_and_bytes(least_bytes)}: raise it, lower block_tokens, or "
+                "leave the tier out",
             )
     host = budgets[Tier.CPU] + (together if layout.device == "cpu" else 0)
     if rates is not None and rates.host_bytes is not None and host > rates.host_bytes:

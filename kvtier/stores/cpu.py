@@ -10,6 +10,7 @@ import torch
 
 from kvtier.errors import IntegrityError
 from kvtier.log import logger
+from kvtier.size import size_and_bytes
 from kvtier.stores.slab import SlabStore
 from kvtier.types import BlockShape, Tier
 
@@ -73,10 +74,10 @@ def page_lock(memory: torch.Tensor, whose: str) -> bool:
             raise RuntimeError(f"cudaHostRegister returned error {error}")
     except (RuntimeError, AssertionError) as reason:  # torch built without CUDA raises AssertionError
         logger.warning(
-            "%s: %d bytes could not be page-locked (%s); copies to the GPU will be slower. Raise `ulimit -l` or "
+            "%s: %s could not be page-locked (%s); copies to the GPU will be slower. Raise `ulimit -l` or "
             "lower the cpu budget",
             whose,
-            memory.numel(),
+            size_and_bytes(memory.numel()),
             reason,
         )
         return False

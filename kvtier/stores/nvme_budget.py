@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvtier.errors import BudgetError
 from kvtier.rate import Rate
+from kvtier.size import size_and_bytes
 from kvtier.stores.nvme_layout import BOOKKEEPING_BYTES, min_budget_bytes, slot_bytes
 from kvtier.stores.session_files import SessionFiles
 from kvtier.types import BlockShape
@@ -16,8 +17,8 @@ def check_budgets(shape: BlockShape, budget_bytes: int, max_writes: Rate | None)
     each_bytes, least_bytes = slot_bytes(shape), min_budget_bytes(shape)
     if budget_bytes < least_bytes:
         raise BudgetError(
-            f"tiers.nvme.budget is {budget_bytes} bytes, its minimum is {least_bytes}: one slot of "
-            f"{each_bytes} and {least_bytes - each_bytes} for the folder, lock and index. "
+            f"tiers.nvme.budget is {size_and_bytes(budget_bytes)}, its minimum is {size_and_bytes(least_bytes)}: one "
+            f"slot of {each_bytes} bytes and {least_bytes - each_bytes} for the folder, lock and index. "
             "Raise it, lower block_tokens, or leave the nvme tier out"
         )
     move_bytes = each_bytes + BOOKKEEPING_BYTES
@@ -38,7 +39,8 @@ def sessions_kept_bytes(shape: BlockShape, budget_bytes: int, sessions: SessionF
     least_bytes = min_budget_bytes(shape) + used_bytes
     if used_bytes and budget_bytes < least_bytes:
         raise BudgetError(
-            f"tiers.nvme.budget is {budget_bytes} bytes, its minimum is {least_bytes}: the sessions in "
-            f"{folder} take {used_bytes} of it. Raise it, delete sessions, or give another tiers.nvme.path"
+            f"tiers.nvme.budget is {size_and_bytes(budget_bytes)}, its minimum is {size_and_bytes(least_bytes)}: the "
+            f"sessions in {folder} take {used_bytes} bytes of it. Raise it, delete sessions, or give another "
+            "tiers.nvme.path"
         )
     return max(sessions.room_bytes, used_bytes)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.errors import ClosedError, IntegrityError, NoSpaceError
+from kvtier.size import size_and_bytes
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.namespaces import Age
@@ -206,7 +207,8 @@ class SegmentSpace:
             # Measured, since no formula knows every file system (huge pages of a tmpfs, extent sizes of xfs).
             used_bytes = self._bytes_with(segment, num_slots)
             if used_bytes > self._limits.budget_bytes:
-                raise NoSpaceError(f"nvme store: {path} would bring the folder to {used_bytes} bytes", available)
+                would = f"nvme store: {path} would bring the folder to {size_and_bytes(used_bytes)}"
+                raise NoSpaceError(would, available)
         except BaseException:  # a Ctrl-C too: a file that is in no account would take room beyond the budget
             self._folder.unlink(name)
             raise

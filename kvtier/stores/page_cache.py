@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvtier.errors import BudgetError
 from kvtier.log import logger
+from kvtier.size import size_and_bytes
 from kvtier.stores.file_io import OpenFile
 from kvtier.stores.page_calls import resident_pages, write_back
 
@@ -50,7 +51,10 @@ class PageCache:
     def __init__(self, budget_bytes: int) -> None:
         """Raises BudgetError: below `MIN_BYTES`."""
         if budget_bytes < MIN_BYTES:
-            raise BudgetError(f"tiers.nvme.page_cache is {budget_bytes} bytes, its minimum is {MIN_BYTES}: raise it")
+            raise BudgetError(
+                f"tiers.nvme.page_cache is {size_and_bytes(budget_bytes)}, its minimum is {size_and_bytes(MIN_BYTES)}: "
+                "raise it"
+            )
         self.budget_bytes = budget_bytes
         self._granules: OrderedDict[_Key, _Granule] = OrderedDict()  # the oldest first
         self._num_leaving = 0  # off the map, and not yet dropped

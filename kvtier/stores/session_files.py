@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvtier.errors import ClosedError, StoreError
 from kvtier.log import logger
 from kvtier.session_record import LaterVersionError, SessionRecord, decode, encode
+from kvtier.size import size_and_bytes
 from kvtier.stores.file_io import close_fd
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.folder_entries import NEW_SUFFIX, session_name
@@ -147,11 +148,12 @@ class SessionFiles:
         if not self.room_bytes:
             why = "there is no room for any: set tiers.nvme.path, and raise tiers.nvme.budget if it is small"
         elif num_bytes > MAX_FILE_BYTES:
-            why = f"it takes {num_bytes} bytes, and at most {MAX_FILE_BYTES} are kept of one"
+            why = f"it takes {size_and_bytes(num_bytes)}, and at most {size_and_bytes(MAX_FILE_BYTES)} are kept of one"
         elif wanted_bytes > self.room_bytes:
             why = (
-                f"with it they would take {wanted_bytes} bytes in the folder, and {self.room_bytes} of "
-                "tiers.nvme.budget are for them: delete sessions, or raise tiers.nvme.budget"
+                f"with it they would take {size_and_bytes(wanted_bytes)} in the folder, and "
+                f"{size_and_bytes(self.room_bytes)} of tiers.nvme.budget are for them: delete sessions, or "
+                "raise tiers.nvme.budget"
             )
         elif not self._may_write():
             why = "tiers.nvme.max_writes is used up: wait until older writes are out of its time, or raise it"
@@ -173,7 +175,7 @@ def read_session(fd: int, name: str) -> SessionRecord:
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ValueError("has a mode that lets others at it, so it is not read")
     if status.st_size > MAX_FILE_BYTES:
-        raise ValueError(f"is of {status.st_size} bytes, more than any session")
+        raise ValueError(f"is of {size_and_bytes(status.st_size)}, more than any session")
     with open(fd, "rb", closefd=False) as file:
         record = decode(file.read(MAX_FILE_BYTES + 1))
     if session_name(record.key()) != name:

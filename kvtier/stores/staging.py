@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvtier.errors import BudgetError
+from kvtier.size import size_and_bytes
 from kvtier.stores.file_io import Bytes
 
 BUFFER_BYTES = 1 << 20  # a longer read goes through in pieces: from here on disks gain little by longer requests
@@ -26,7 +27,8 @@ class StagingPool:
         self.num_buffers = min(budget_bytes // BUFFER_BYTES, _BUFFERS_MAX)
         if self.num_buffers < 1:
             raise BudgetError(
-                f"tiers.nvme.page_cache is {budget_bytes} bytes, its minimum for direct I/O is {BUFFER_BYTES}: raise it"
+                f"tiers.nvme.page_cache is {size_and_bytes(budget_bytes)}, its minimum for direct I/O is "
+                f"{size_and_bytes(BUFFER_BYTES)}: raise it"
             )
         self._room = threading.BoundedSemaphore(self.num_buffers)
         self._free: deque[Bytes] = deque()
@@ -71,7 +73,7 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
     try:
         return torch.from_numpy(_pages(num_bytes))
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{num_bytes} bytes: {error}") from error
+        raise MemoryError(f"{size_and_bytes(num_bytes)}: {error}") from error
 
 
 def _pages(num_bytes: int) -> Bytes:

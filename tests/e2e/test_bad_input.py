@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+import yaml
 from torch import nn
 
 from kvtier import TieredKV
@@ -273,11 +276,47 @@ def bad(tmp_path: Path, error: type[KVTierError], message: str, **changes: Any) 
 
 
 def test_budgets_below_their_minimum_show_the_sum(tmp_path: Path) -> None:
-    the_sum = r"gpu.budget is 1000 bytes.*2 blocks of 12288 \+ a ring of 8192 \+ scratch of \d+"
+    the_sum = r"gpu.budget is 1000 bytes.*2 blocks of 12288 bytes \+ a ring of 8192 \+ scratch of \d+"
     bad(tmp_path, BudgetError, the_sum, gpu={"budget": 1000})
     bad(tmp_path, BudgetError, "as much again for the layer", gpu={"budget": 30000}, attention="gathered")
     bad(tmp_path, BudgetError, "cpu.budget is 100 bytes, its minimum is", cpu={"budget": 100})
     bad(tmp_path, BudgetError, "nvme.* 100 bytes.*minimum is", nvme={"budget": 100})
+    bad(tmp_path, BudgetError, r"gpu.budget is 16KiB \(16384 bytes\), its minimum is", gpu={"budget": "16KiB"})
+
+
+def yaml_file(path: Path, config: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(config, default=str))))
+    return path
+
+
+def test_what_is_wrong_with_a_config_names_the_file_it_came_from(tmp_path: Path) -> None:
+    """Found when the model is wrapped, when the folder is tried, or in the middle of a call."""
+    model = tiny()
+    (tmp_path / "file").touch()
+    good = small_config(model, tmp_path / "kv")
+    for tier, key, value, error in (
+        ("gpu", "budget", 1000, BudgetError),
+        ("cpu", "budget", 100, BudgetError),
+        ("nvme", "budget", "40KiB", BudgetError),
+        ("nvme", "path", str(tmp_path / "file"), ConfigError),
+    ):
+        tiers = {**good["tiers"], tier: {**good["tiers"][tier], key: value}}
+        file = yaml_file(tmp_path / "mine.yaml", {**good, "tiers": tiers})
+        for source in (file, str(file)):
+            with pytest.raises(error) as caught:
+                TieredKV(model, source)
+            assert str(caught.value).startswith(f"{file}: tiers.{tier}.{key}")
+            assert caught.value.mistakes == tuple(str(caught.value).split("\n"))
+    file = yaml_file(tmp_path / "mine.yaml", {**good, "eviction": {"gpu": "nobody"}})
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: eviction.gpu: ")):
+        TieredKV(model, file)
+    gathered = small_config(model, tmp_path / "kv", "gathered")
+    gathered["tiers"]["gpu"]["budget"] = "120KiB"
+    file = yaml_file(tmp_path / "mine.yaml", gathered)
+    with TieredKV(model, file) as tiered:
+        message = rf"^{re.escape(str(file))}: attention: gathered assembles .* leaves room for [\d.]+KiB \("
+        with pytest.raises(BudgetError, match=message):
+            tiered.generate(tokens(400), max_new_tokens=1)
 
 
 def test_nvme_paths_that_are_no_folders(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_more_host_memory_than_the_process_may_use_is_one_warning(
     monkeypatch.setattr(system, "memory_limit_bytes", lambda: 3 << 20)
     with TieredKV(model, _config(gpu="2MiB", cpu="2MiB")):
         pass
-    assert [r.getMessage() for r in caplog.records if "add up to 4194304 bytes" in r.getMessage()]
+    assert [r.getMessage() for r in caplog.records if "add up to 4MiB (4194304 bytes)" in r.getMessage()]
 
 
 def test_a_disk_with_less_room_than_the_budget_is_one_warning_and_a_ceiling(

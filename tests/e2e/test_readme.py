@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers import BatchEncoding
 from typer.testing import CliRunner
 
-from kvtier import TieredKV, cli
+from kvtier import cli
+from kvtier.benchmarks import models
 from kvtier.config import load_config
 from kvtier.config_files import preset_names
 from tests.e2e.families import tiny
@@ -28,30 +32,40 @@ def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
 
-@pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_each_python_example_runs(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ids = torch.randint(1, 200, (1, 40))
+class Words:
+    """A token a word, in place of the demo's tokenizer."""
+
+    def __call__(self, text: str | list[str], return_tensors: str, **padding: Any) -> BatchEncoding:
+        texts = [text] if isinstance(text, str) else text
+        assert return_tensors == "pt" and (len(texts) == 1 or padding == {"padding": True, "padding_side": "left"})
+        rows = [[7 + zlib.crc32(word.encode()) % 190 for word in each.split()] for each in texts]
+        most = max(map(len, rows))
+        ids = torch.tensor([[1] * (most - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (most - len(row)) + [1] * len(row) for row in rows])
+        return BatchEncoding({"input_ids": ids, "attention_mask": mask})
+
+    def decode(self, ids: torch.Tensor) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+
+def test_the_python_examples_run_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they stand: what one uses, it or one above it has defined. Only the model is another, which loads at once."""
     model = tiny("llama")
-    names = {
-        "model": model,
-        "torch": torch,
-        "TieredKV": TieredKV,
-        "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        "alice_ids": ids,
-        "bob_ids": torch.randint(1, 200, (1, 30)),
-        "folder": str(tmp_path),
-        "system_and_question_ids": torch.cat([ids.repeat(1, 20), ids[:, :10]], dim=1),
-        "system_and_other_question_ids": torch.cat([ids.repeat(1, 20), ids[:, 10:20]], dim=1),
-        "next_question_ids": torch.randint(1, 200, (1, 10)),
-        "padded_batch": {"input_ids": ids.repeat(2, 1), "attention_mask": torch.ones(2, 40).tril(30)},
-    }
-    exec(compile(PYTHON[number], f"README python example {number}", "exec"), names)
-    assert "forward" not in vars(model), "the example closed its wrapper"
-    if "reused_tokens" in PYTHON[number]:  # two full blocks of the system prompt, by the second call and the session
-        assert "{'gpu': 1536, 'cpu': 0, 'nvme': 0}" in capsys.readouterr().out
-    if number == 0:
-        assert names["out"].shape == (1, 240)
-        assert "nvme_to_gpu" in capsys.readouterr().out
+    monkeypatch.setattr(models, "load_model", lambda: models.LoadedModel(model, Words(), "tiny"))
+    names: dict[str, Any] = {}
+    printed = []
+    for number, text in enumerate(PYTHON):
+        exec(compile(text, f"README python example {number}", "exec"), names)
+        assert "forward" not in vars(model), "the example closed its wrapper"
+        printed.append(capsys.readouterr().out)
+    assert names["out"].shape == (1, 3 + 20) and "nvme_to_gpu" in printed[0]
+    # Two full blocks of the 600 tokens of the system prompt, by the second call and the session.
+    assert "{'gpu': 1024, 'cpu': 0, 'nvme': 0}" in printed[1] and "('alice', " in printed[1]
+    assert names["said"].shape == (1, 603 + 20 + 2 + 20)
+    assert names["beams"].shape[0] == names["answers"].shape[0] == 2
+    assert not list((tmp_path / "kvtier-example" / "kv").glob("session-*")), "deleted"
 
 
 def test_there_are_examples() -> None:

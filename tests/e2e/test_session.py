@@ -81,6 +81,40 @@ def test_only_what_differs_is_computed(tiered: TieredKV) -> None:
     assert tiered.stats()["nvme_sole_reads"] > 0
 
 
+def reused(tiered: TieredKV) -> int:
+    return sum(tiered.stats()["reused_tokens"].values())
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=str)
+def test_what_sessions_and_caches_hold_counts_as_reused(how: dict[str, Any], tmp_path: Path) -> None:
+    """The prompt's tokens are those that were computed and those that were reused, whoever held or found them."""
+    model, ids = tiny(), tokens(120)
+    values = small_config(model, tmp_path, rows=3, gpu_slots=12, prefix_cache=True)
+    for _ in range(2):  # in the second process the session is found in files
+        with TieredKV(model, values) as tiered:
+            chat, held = tiered.session("alice"), 0
+            found = tiered.stats()["prefix_cache"]["reused_tokens"]
+            for seed in range(3):
+                held, before = chat.cache.get_seq_length(), reused(tiered)
+                out = chat.generate(ids, **{**GREEDY, **how})
+                assert reused(tiered) - before == min(held, ids.shape[1] - 1)
+                ids = torch.cat([out.sequences, tokens(30, seed + 1)], dim=1)
+            assert held > 150 and tiered.stats()["prefix_cache"]["reused_tokens"] == found, "nothing was looked up"
+            # Edited: what lies behind the edit is not reused.
+            before = reused(tiered)
+            chat.generate(edited(ids, 100), **GREEDY)
+            assert reused(tiered) - before == 100
+            chat.generate(ids, **GREEDY)  # 100 held
+            # A cache of its own, turn after turn; at first it finds what the session has computed.
+            cache, before = tiered.new_cache(), reused(tiered)
+            out = tiered.generate(ids, cache=cache, **GREEDY)
+            looked_up = sum(tiered.stats()["prefix_cache"]["reused_tokens"].values()) - sum(found.values())
+            assert reused(tiered) - before == looked_up > 0
+            held = cache.get_seq_length()
+            tiered.generate(torch.cat([out.sequences, tokens(9)], dim=1), cache=cache, **GREEDY)
+            assert reused(tiered) - before == looked_up + held == sum(cache.stats()["reused_tokens"].values())
+
+
 @pytest.mark.parametrize("at", [0, 1, 15, 16, 17, 150, 318])
 def test_an_edit_anywhere_keeps_exactly_what_lies_before(at: int, tmp_path: Path) -> None:
     model = tiny()
@@ -218,7 +252,10 @@ def test_what_a_session_refuses(tiered: TieredKV) -> None:
             tiered.session(name)
         with pytest.raises(UnsupportedError, match="printable"):
             chat.fork(name)
+    with pytest.raises(UnsupportedError, match=r"needs a name.*fork\('x-2'\).*session\.cache\.fork\(\)"):
+        chat.fork()
     assert chat.token_ids == held
+    assert [each.name for each in tiered.sessions()] == ["x"] and chat.cache.fork().token_ids == held
     ask(tiered, tiered.session("x / ../ü"), out.sequences)
 
 

@@ -62,7 +62,7 @@ def test_the_minimum_in_the_message_is_enough_and_one_byte_less_is_not() -> None
     for mode, untiered in itertools.product(AttentionMode, (0.0, 0.25, 1 / 3, 0.9)):
         with pytest.raises(BudgetError) as caught:
             split(1 << 20, mode, untiered)
-        minimum = int(str(caught.value).split("its minimum is ")[1].split(":")[0])
+        minimum = int(str(caught.value).split("its minimum is ")[1].split("(")[1].split(" ")[0])
         split(minimum, mode, untiered)
         with pytest.raises(BudgetError):
             split(minimum - 1, mode, untiered)

@@ -361,7 +361,8 @@ def test_json_is_one_document_with_the_documented_fields(tmp_path: Path, quick: 
 def test_what_people_see_has_a_config_that_loads_and_passes_itself(tmp_path: Path, quick: None) -> None:
     result = run_doctor("--path", str(tmp_path))
     assert result.exit_code == 0 and result.stderr == ""  # not a terminal: no progress
-    text = result.stdout.split("Proposed config:\n")[1]
+    before, text = result.stdout.split("Proposed config:\n")
+    assert before.count("\n") <= 3 and "--verbose" in before, "the proposal is what one sees first"
     proposal = text[: text.index("io_threads")] + text[text.index("io_threads") :].split("\n")[0]
     (tmp_path / "proposed.yaml").write_text(proposal)
     config = load_config(tmp_path / "proposed.yaml")

@@ -105,5 +105,5 @@ def test_the_planner_finds_every_figure_by_its_name() -> None:
             assert rates.read_weights("float32", threads, 576)
     assert rates.handover_s == pytest.approx(25e-6)
     out = io.StringIO()
-    print_report(report, Console(file=out, width=200))
+    print_report(report, Console(file=out, width=200), verbose=True)
     assert "attention, 4 query heads, float32, one thread" in out.getvalue() and "300.0 us" in out.getvalue()

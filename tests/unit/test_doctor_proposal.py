@@ -87,8 +87,10 @@ def test_every_proposal_loads_gives_reasons_and_fits(name: str, path: Path | Non
     assert verdict.problems(proposal.config, machine) == []
     printed = io.StringIO()
     report = Report(machine, proposal, "", [], verdict.warnings(machine, proposal.config), False, 1.0)
-    print_report(report, Console(file=printed, width=200))
-    assert proposal.yaml in printed.getvalue()
+    for verbose in (False, True):
+        print_report(report, Console(file=printed, width=200), verbose)
+        assert printed.getvalue().count(proposal.yaml) == 1 + verbose
+        assert ("This machine" in printed.getvalue()) == verbose
     json.dumps(report.document(), allow_nan=False)
 
 

@@ -197,7 +197,7 @@ def test_the_doctor_measures_what_decoding_and_prefill_need(measured: Any) -> No
     assert all(rate.read_bytes_per_s > 0 and rate.flop_per_s > 0 and rate.narrow_bytes_per_s > 0 for rate in measured)
     out = io.StringIO()
     found = facts(compute=measured)
-    print_report(Report(found, propose(found, None), "", [], [], True, 1.0), Console(file=out, width=200))
+    print_report(Report(found, propose(found, None), "", [], [], True, 1.0), Console(file=out, width=200), True)
     assert "matrix x vector, bfloat16, one thread" in out.getvalue() and "GFLOP/s" in out.getvalue()
 
 

@@ -1,0 +1,44 @@
+"""Sizes in messages: as a config takes them, and exactly."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.config_files import preset_names, source_name
+from kvtier.size import Size, size_and_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1000, "1000 bytes"),
+        (1 << 30, "1GiB (1073741824 bytes)"),
+        (20 * 10**9, "20GB (20000000000 bytes)"),
+        (20 << 30, "20GiB (21474836480 bytes)"),
+        (396072, "386.79KiB (396072 bytes)"),
+        ((3 << 30) + 1, "3.01GiB (3221225473 bytes)"),
+    ],
+)
+def test_sizes_in_messages(num_bytes: int, words: str) -> None:
+    assert size_and_bytes(num_bytes) == words
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_minimum_copied_from_a_message_is_enough(num_bytes: int) -> None:
+    words = size_and_bytes(num_bytes)
+    if num_bytes >= 1024:
+        size, exactly = re.fullmatch(r"(\S+) \((\d+) bytes\)", words).groups()  # type: ignore[union-attr]
+        assert int(exactly) == num_bytes and len(size) <= 10
+        assert num_bytes <= Size.parse(size).resolve(0) <= num_bytes * 1.011
+
+
+def test_a_config_is_named_as_its_own_errors_name_it() -> None:
+    assert [source_name(name) for name in preset_names()] == [f"preset {name}" for name in preset_names()]
+    assert source_name("a/my.yaml") == "a/my.yaml"
+    assert source_name(None) == source_name({}) == ""
