@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import sys
+from collections.abc import Callable
 from itertools import chain, repeat
 from typing import Any
 
@@ -34,9 +36,19 @@ NOT_OF_MODULE = frozenset({
 
 _NOT_WATCHED = frozenset(vars(torch.nn.Module())) | NOT_OF_CONFIG | (NOT_OF_MODULE - {"config", "forward"})
 
+# A number that is another one after whatever was written into a dict: Python 3.11 keeps it (PEP 509), and torch reads
+# it. Later Pythons have given it up.
+_num_changes: Callable[[dict[str, Any]], int] | None = (
+    getattr(torch._C._dynamo.guards, "dict_version", None) if sys.version_info < (3, 12) else None
+)
+
 
 class ModuleTree:
-    """The modules of a model, flattened: walking them anew takes longer than a small model's layer."""
+    """The modules of a model, flattened: walking them anew takes longer than a small model's layer.
+
+    Behind a forward everything has to come from memory again, and each module, dict and value costs 0.1 us for that.
+    So where Python tells whether a dict was written, what is in it is looked at only if it was.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -56,30 +68,55 @@ class ModuleTree:
         self._adapters = {name: module for name, module in named.items() if hasattr(module, "_disable_adapters")}
         configs = {id(config): vars(config) for module in modules if (config := vars(module).get("config")) is not None}
         self._settings = [*self._states, *configs.values()]
-        self._watched: list[tuple[operator.itemgetter[Any], dict[str, Any]]] = []
+        self._watched: list[tuple[operator.itemgetter[Any], list[dict[str, Any]]]] = []
         self._num_settings: list[int] = []
+        self._dicts = [*self._settings, *self._children]
+        self._changes: list[int] | None = None
+        self._noted: list[int] | None = None
+        self.is_untouched = False
+        """Whether nothing was set since `note`, and no child came or went, as of the last `is_current`."""
 
     def is_current(self) -> bool:
         """Whether every module still has the children that it had."""
+        # Before anything is looked at: what is written meanwhile is seen the next time.
+        self._changes = None if _num_changes is None else [*map(_num_changes, self._dicts)]
+        self.is_untouched = self._changes is not None and self._changes == self._noted
+        if any(self._empty):
+            return False
+        if self.is_untouched:
+            return True
         children = [*chain.from_iterable(map(dict.values, self._children))]
-        return (
-            not any(self._empty) and len(children) == len(self._known) and all(map(operator.is_, children, self._known))
-        )
+        return len(children) == len(self._known) and all(map(operator.is_, children, self._known))
+
+    def note(self) -> None:
+        """What there was at the last `is_current` has been looked at, and is as it should be."""
+        self._noted = self._changes
 
     def attributes(self) -> list[Any]:
-        """The values that are set on modules and configs, but for what nn.Module keeps and what K and V do not need."""
+        """The values that are set on modules and configs, but for what nn.Module keeps and what K and V do not need.
+
+        First an object that is another one when there are other names.
+        """
         try:
             if [*map(len, self._settings)] == self._num_settings:
-                return [*chain.from_iterable([get(state) for get, state in self._watched])]
+                return self._values()
         except KeyError:  # one was taken away and another one set
             pass
-        self._watched = []
+        # By names, which modules of a class have in common: what reads them is fetched once.
+        by_names: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for state in self._settings:
-            names = [name for name in state if name not in _NOT_WATCHED]
-            if names:
-                self._watched.append((operator.itemgetter(*names, names[0]), state))  # two at least: then it is a tuple
+            by_names.setdefault(tuple(name for name in state if name not in _NOT_WATCHED), []).append(state)
+        self._watched = [
+            (operator.itemgetter(*names, names[0]), states)  # two at least: then it is a tuple
+            for names, states in by_names.items()
+            if names
+        ]
         self._num_settings = [*map(len, self._settings)]
-        return [*chain.from_iterable([get(state) for get, state in self._watched])]
+        return self._values()
+
+    def _values(self) -> list[Any]:
+        values = chain.from_iterable(map(get, states) for get, states in self._watched)
+        return [self._watched, *chain.from_iterable(values)]
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters and buffers as they are now."""
@@ -96,9 +133,7 @@ class ModuleTree:
             )
         if is_compiled(vars(self._model).get("forward")):
             raise UnsupportedError(f"the model's forward was compiled (torch.compile): {UNCOMPILED}")
-        if any(map(operator.contains, self._states, repeat(_COMPILED))) and any(
-            state.get(_COMPILED) is not None for state in self._states
-        ):
+        if not self.is_untouched and self._is_compiled():
             raise UnsupportedError(f"the wrapped model, or a part of it, was compiled: {UNCOMPILED}")
         for name, module in self._dropouts.items():
             if module.training and _dropout(module):
@@ -112,6 +147,10 @@ class ModuleTree:
             for hook in module._forward_pre_hooks.values():
                 if (given := getattr(hook, "keywords", None)) and not given.keys().isdisjoint(PER_ROW):
                     check_one_adapter(given)
+
+    def _is_compiled(self) -> bool:
+        found = any(map(operator.contains, self._states, repeat(_COMPILED)))
+        return found and any(state.get(_COMPILED) is not None for state in self._states)
 
     def is_hooked(self) -> bool:
         """Whether any module has a hook, but for those with which transformers collects hidden states."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -27,8 +28,8 @@ class TensorState:
             self._versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
         self._storages: list[StorageWeakRef] = []
         self._watched: list[int] = []
-        self._samples: list[torch.Tensor] = []
-        self._bits: torch.Tensor | None = None
+        self._read_samples: Callable[[], list[bytes]] = list
+        self._bits: list[bytes] = []
 
     def watch(self, tensors: list[torch.Tensor], adapters: list[torch.Tensor]) -> None:
         """Notice, too, what leaves addresses and counters as they are.
@@ -38,10 +39,8 @@ class TensorState:
         """
         self._storages = [_storage(tensor) for tensor in tensors]
         self._watched = [storage.cdata for storage in self._storages]
-        chosen = _spread(tensors) + _spread(adapters)
-        self._samples = [_few(tensor.detach()) for tensor in chosen]
-        if self._samples:
-            self._bits = torch.cat(self._samples).view(torch.uint8)  # as bits: a NaN is equal to itself
+        self._read_samples = _reader([_few(tensor.detach()) for tensor in _spread(tensors) + _spread(adapters)])
+        self._bits = self._read_samples()
 
     def any_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether any of these lies where one of the model's does."""
@@ -53,7 +52,7 @@ class TensorState:
             self._addresses == now._addresses
             and self._versions == now._versions
             and not any(map(_expired, self._watched))
-            and (self._bits is None or torch.equal(self._bits, torch.cat(self._samples).view(torch.uint8)))
+            and self._bits == self._read_samples()
         )
 
 
@@ -76,6 +75,17 @@ def _usable(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """Some of its values, as a view."""
     return tensor[(-1,) * (tensor.ndim - 1) + _FIRST_FEW]
+
+
+def _reader(samples: list[torch.Tensor]) -> Callable[[], list[bytes]]:
+    """What reads their bits: as such, a NaN is equal to itself."""
+    if any(sample.is_neg() or not sample.is_cpu for sample in samples):
+        return lambda: [torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes()]
+    # Not by torch: behind a forward, its code for this alone takes longer to come from memory than the values. And not
+    # by `Tensor.numpy`, after which nobody could resize the memory of the user's tensors.
+    integers = [sample.view(getattr(torch, f"int{8 * sample.itemsize}")) for sample in samples]  # numpy has no bfloat16
+    views = [np.from_dlpack(each).data for each in integers]
+    return lambda: [*map(memoryview.tobytes, views)]
 
 
 @torch.no_grad()

@@ -27,9 +27,9 @@ class WeightsMark:
     for good; and an adapter that is merged and unmerged between two calls (which restores the weights up to rounding).
     What is set on modules and configs is not in the number, but in `modules`.
 
-    Cost: O(modules + parameters), about 0.3 ms for 30 layers, 1 ms more for a close look, and that of `describe` when
-    something was set. A module that was taken out, and the memory of a few parameters that were replaced, live until
-    the next call.
+    Cost: O(modules + parameters). For 30 layers 0.1 ms, but 0.6 behind a forward, when all that it looks at comes from
+    memory (0.9 from Python 3.12 on); 1 ms more for a close look, and that of `describe` when something was set. A
+    module that was taken out, and the memory of a few parameters that were replaced, live until the next call.
 
     Attributes:
         modules: as of the last call, what the modules are and what is set on them, as `describe` has it. A list or dict
@@ -86,7 +86,9 @@ class WeightsMark:
                 now.watch(tensors, self._tree.adapter_tensors())
                 self._last, self._merged, self._num_steps_seen = now, merged, num_steps
                 self._values = some_values(tensors)
-            self._look_at_attributes(self._tree)
+            if not self._tree.is_untouched:
+                self._look_at_attributes(self._tree)
+                self._tree.note()
             return hash((self._epoch, self._tree.adapters()))
 
     def _has_other(self, values: torch.Tensor) -> bool:
