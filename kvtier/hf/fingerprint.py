@@ -20,7 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtier.errors import UnsupportedModelError
 from kvtier.hf.cache import CACHE_NAMES
-from kvtier.hf.weights import NOT_OF_CONFIG, NOT_OF_MODULE, WeightsMark
+from kvtier.hf.module_tree import NOT_OF_CONFIG, NOT_OF_MODULE
+from kvtier.hf.weights import WeightsMark
 from kvtier.hf.wrapped import WrappedMethod
 from kvtier.identity import FORMATS, canonical, digest
 from kvtier.origin import Fingerprint, namespace_of
