@@ -47,7 +47,8 @@ class UntieredRoom:
             raise BudgetError(
                 f"the {self.num_layers} layers that are not tiered (windows, linear attention) would hold "
                 f"{size_and_bytes(held)} in {len(self.caches)} caches, and tiers.gpu.budget leaves them "
-                f"{size_and_bytes(self.room_bytes)}: raise it or tiers.gpu.untiered_frac, drop caches, or use fewer rows"
+                f"{size_and_bytes(self.room_bytes)}: raise it or tiers.gpu.untiered_frac, drop caches, or use fewer "
+                "rows"
             )
 
     def can_mend(self) -> bool:
