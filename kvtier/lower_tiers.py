@@ -19,7 +19,7 @@ from kvtier.size import size_and_bytes
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
 from kvtier.stores.nvme import NvmeStore
-from kvtier.stores.slab import joins, slot_bytes
+from kvtier.stores.slab import slot_bytes
 from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
 from kvtier.types import BlockShape, IoMode, LayerGroup, Tier
 
@@ -58,12 +58,15 @@ def gpu_budget(config: KVTierConfig, group: LayerGroup) -> GpuBudget:
     )
 
 
-def build_lower(config: KVTierConfig, group: LayerGroup, budgets: dict[Tier, int], stores: dict[Tier, Store]) -> None:
+def build_lower(
+    config: KVTierConfig, group: LayerGroup, budgets: dict[Tier, int], stores: dict[Tier, Store], *, joined: bool
+) -> None:
     """Make the stores below the gpu tier, in host memory and on disk, and say what each may take.
 
     Args:
         budgets: holds the gpu tier's; those of the others are added, in bytes.
         stores: each is added as soon as it is made; after an error they are the caller's to close.
+        joined: how the cpu tier's slab is laid out.
 
     Raises: ConfigError, BudgetError, FolderInUseError.
     """
@@ -98,7 +101,7 @@ def build_lower(config: KVTierConfig, group: LayerGroup, budgets: dict[Tier, int
                 "killed when they fill", size_and_bytes(in_memory), size_and_bytes(system.memory_limit_bytes()),
             )  # fmt: skip
         with budget_error("tiers.cpu.budget", cpu_bytes):
-            stores[Tier.CPU] = CpuStore(shape, num_slots, pin=device.type == "cuda", joined=joins(shape, device))
+            stores[Tier.CPU] = CpuStore(shape, num_slots, device.type == "cuda", joined)
 
 
 def streaming(nvme: Store | None, num_threads: int, ring_slices: int) -> dict[str, int]:

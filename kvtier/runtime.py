@@ -111,11 +111,13 @@ class Runtime:
         self.gpu_budget = gpu_budget(config, group)
         self.untiered = UntieredRoom(group.num_untiered, self.gpu_budget.untiered_bytes)
         self.budgets: dict[Tier, int] = {Tier.GPU: self.gpu_budget.budget_bytes}
-        build_lower(config, group, self.budgets, self.stores)
-        dtype: torch.dtype = getattr(torch, group.dtype)
         place = torch.device(group.device)
+        device = self._device = open_device(place)
+        joined = not device.is_async and joins(shape, place)
+        build_lower(config, group, self.budgets, self.stores, joined=joined)
+        dtype: torch.dtype = getattr(torch, group.dtype)
         with budget_error("tiers.gpu.budget", self.gpu_budget.budget_bytes):
-            gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, place, joined=joins(shape, place))
+            gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, place, joined)
         self.stores[Tier.GPU] = gpu
         self.stores = dict(sorted(self.stores.items()))
         self._pools = {tier: SlotPool(store.num_slots) for tier, store in self.stores.items()}
@@ -124,7 +126,6 @@ class Runtime:
             self._pools[Tier.NVME].hold_back(nvme.held_back())
             if not nvme.persistent and self.labels is not None:  # a share: nothing in it outlives the process
                 self.labels.outlives = False
-        device = self._device = open_device(place)
         engine = self._engine = TransferEngine(self.stores, config.io_threads, device)
         self.edges = engine.edges
         self.step_timer = StepTimer(
