@@ -21,16 +21,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from kvtier import __version__, cli_sessions
 from kvtier.cli_chat import chat
+from kvtier.cli_fsck import fsck
 from kvtier.cli_json import json_mend
 from kvtier.cli_plan import plan
 from kvtier.cli_selftest import selftest
@@ -38,7 +32,7 @@ from kvtier.errors import ConfigError, KVTierError
 from kvtier.log_level import VARIABLE, parse_level
 from kvtier.terminal import OutputLostError, guarded_errors, guarded_output, page_console, printable, sigterm_is_ctrl_c
 
-EXIT_DAMAGED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 EXIT_READER_LEFT = 128 + signal.SIGPIPE  # as the shell says of a command that SIGPIPE ended
 
 app = typer.Typer(
@@ -51,6 +45,7 @@ app = typer.Typer(
 
 
 app.command()(chat)
+app.command()(fsck)
 app.command()(plan)
 app.command()(selftest)
 app.add_typer(cli_sessions.app, name="sessions")
@@ -64,8 +59,18 @@ class Verify(enum.StrEnum):
     NONE = "none"
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print kvtier's version.")
+    ] = False,
+) -> None:
     # With a callback, typer keeps sub-commands even when there is only one.
     pass
 
@@ -175,40 +180,6 @@ def soak(
 
 
 @app.command()
-def fsck(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="What tiers.nvme.path says, or the folder kv in it.")],
-    repair: Annotated[bool, typer.Option("--repair", help="Free bad slots, remove files that cannot be used.")] = False,
-    drop: Annotated[
-        str | None, typer.Option(metavar="NAMESPACE", help="Free all slots of a namespace, given by its first digits.")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
-) -> None:
-    """Read and verify every block that the nvme tier left on disk; without --repair and --drop write nothing."""
-    from kvtier.fsck import check_folder  # numpy: not for the other commands to wait for
-    from kvtier.fsck_report import Outcome
-
-    errors = Console(stderr=True)
-    with Progress(
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=errors,
-        transient=True,
-        disable=json_ or not errors.is_terminal,
-    ) as bar:
-        task = bar.add_task("checking", total=None)
-        report = check_folder(
-            path, repair=repair, drop=drop, progress=lambda done, of: bar.update(task, completed=done, total=of)
-        )
-    if json_:
-        sys.stdout.write(json.dumps(report.document(), allow_nan=False) + "\n")
-    else:
-        page_console().print(report.page(), soft_wrap=True)
-    raise typer.Exit(EXIT_DAMAGED if report.outcome is Outcome.DAMAGED else 0)
-
-
-@app.command()
 def doctor(
     config: Annotated[
         str | None, typer.Option(help="A preset's name, or a YAML file: can it work on this machine?")
@@ -286,7 +257,8 @@ def _run(words: list[str]) -> int:
         if explain is None:
             raise
         message = str(explain())  # empty where the help was printed instead
-        return _complain(message + json_mend(words, message))
+        more = ". `kvtier --help` lists them" if message.startswith("No such command") else json_mend(words, message)
+        return _complain(message.removesuffix(".") + more if more else message)
     if result == EXIT_INTERRUPTED:  # newer versions of typer return it themselves
         sys.stderr.write("kvtier: interrupted\n")
     return result if isinstance(result, int) else 0

@@ -13,7 +13,7 @@ def json_mend(words: list[str], message: str) -> str:
         words: the command line, without `kvtier`.
     """
     if words[:1] == ["soak"]:
-        return " Mend: --json FILE, or --json - for standard output" if "'--json' requires" in message else ""
+        return ". Mend: --json FILE, or --json - for standard output" if "'--json' requires" in message else ""
     for number, (word, after) in enumerate(pairwise([*words, "-"])):
         if word.startswith("--json=") and "'--json' does not take" in message:
             file, rest = word.partition("=")[2], words[number + 1 :]
@@ -21,5 +21,5 @@ def json_mend(words: list[str], message: str) -> str:
             file, rest = after, words[number + 2 :]
         else:
             continue
-        return f" Mend: {shlex.join(['kvtier', *words[:number], *rest, '--json'])} > {shlex.quote(file)}"
+        return f". Mend: {shlex.join(['kvtier', *words[:number], *rest, '--json'])} > {shlex.quote(file)}"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -45,7 +45,8 @@ def _explain(detail: ErrorDetails, root: type[BaseModel]) -> str:
     loc, kind = detail["loc"], detail["type"]
     path = ".".join(map(str, loc)) or "config"
     if kind == "extra_forbidden":
-        return f"{path}: unknown key{closest(str(loc[-1]), _keys(loc[:-1], root))}. {_known_keys(loc[:-1], root)}"
+        key, known = str(loc[-1]), _keys(loc[:-1], root)
+        return f"{path}: unknown key{closest(key, known) or _elsewhere(key, root)}. {_known_keys(loc[:-1], root)}"
     mend = f"Mend: give {_title(loc, root)}" if loc else ""
     if kind == "missing":
         return f"{path}: is missing. {mend}"
@@ -71,6 +72,21 @@ def _model_at(loc: tuple[int | str, ...], root: type[BaseModel]) -> type[BaseMod
 
 def _keys(loc: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     return list(_model_at(loc, root).model_fields)
+
+
+def _elsewhere(key: str, root: type[BaseModel]) -> str:
+    """Where there is such a key, if it stands at another level."""
+    places = [path for path in _paths(root) if path.rpartition(".")[2] == key]
+    return f" (did you mean {' or '.join(places)}?)" if places else ""
+
+
+def _paths(model: type[BaseModel]) -> Iterator[str]:
+    """Every key below a model."""
+    for name, field in model.model_fields.items():
+        yield name
+        for kind in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from (f"{name}.{path}" for path in _paths(kind))
 
 
 def _known_keys(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:

@@ -114,7 +114,8 @@ def parse_yaml(text: str, where: str, example: str = "tiers: {gpu: {budget: 1GiB
         document = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         place = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{where}{place}: {error.problem}") from None
+        mend = ". Mend: indent with spaces" if "'\\t'" in str(error.problem) else ""
+        raise ConfigError(f"{where}{place}: {error.problem}{mend}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{where}: is not YAML: {' '.join(str(error).split())}") from None  # one mistake, one line
     if not isinstance(document, Mapping):

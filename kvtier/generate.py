@@ -11,6 +11,7 @@ import torch
 from kvtier.block_table import TokenSource
 from kvtier.errors import PromptMismatchError, UnsupportedError
 from kvtier.hf import CACHE_NAMES, TieredCache, WrappedMethod, check_mask_kind, check_own_inputs, given_cache
+from kvtier.inputs import check_token_ids
 from kvtier.reuse import Reuse, is_plain_call, read_prompts
 from kvtier.runtime import Runtime
 
@@ -99,7 +100,9 @@ class _Call:
                 f"generate takes a tensor of token ids, not a {type(ids).__name__}: "
                 "generate(**tokenizer(text, return_tensors='pt'))"
             )
-        self._ids = ids if ids is not None and ids.ndim == 2 else None
+        if ids is not None:
+            check_token_ids(ids, "generate")
+        self._ids = ids
         self._mask = arguments.get("attention_mask")
         self._num_reused = 0
         """Columns that the cache began with in this call."""
@@ -115,7 +118,7 @@ class _Call:
                 raise UnsupportedError(f"generate({name}={value!r:.40}) cannot be honoured with a TieredCache: {why}")
         if self._arguments.get("use_cache") is False:
             raise UnsupportedError("use_cache=False leaves nothing to tier: call model.generate without a TieredCache")
-        check_mask_kind(self._mask)
+        self._check_mask()
         self._check_embeds()
         if self._ids is not None and not self._passes_new_tokens_only():
             check_prompt(self._cache, self._ids, self._generation.num_copies)
@@ -194,6 +197,19 @@ class _Call:
         """Devices on which transformers computes one step too many and crops it."""
         return self._cache.state.runtime.group.device.split(":")[0] not in ("cpu",)
 
+    def _check_mask(self) -> None:
+        check_mask_kind(self._mask)
+        if self._ids is None or self._mask is None:
+            return
+        held, wanted = self._cache.state.batch.length, self._ids.shape[1]
+        if self._mask.shape[1] in (wanted, held + wanted):
+            return
+        of_new = f", or {held + wanted} with new tokens alone" if held else ""
+        raise UnsupportedError(
+            f"generate: attention_mask has the shape {tuple(self._mask.shape)}, input_ids {tuple(self._ids.shape)}: "
+            f"give one of {wanted} columns{of_new}"
+        )
+
     def _check_embeds(self) -> None:
         batch = self._cache.state.batch
         embeds = any(table.source is TokenSource.EMBEDS for table in batch.tables)
@@ -236,7 +252,8 @@ def check_prompt(cache: TieredCache, input_ids: torch.Tensor, num_copies: int = 
                 f"conversation's, or was edited; use a new cache, or cache.crop({column - held})"
             )
     if input_ids.shape[1] <= held:
+        back = max(input_ids.shape[1] - 1, 0) - held
         raise PromptMismatchError(
             f"the cache holds {held} tokens, the prompt has {input_ids.shape[1]}: pass the whole transcript with new "
-            "tokens at its end, or crop the cache first"
+            f"tokens at its end, or to answer this prompt again cache.crop({back}) first"
         )

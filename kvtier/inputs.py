@@ -18,6 +18,15 @@ from kvtier.step import NewColumns, Run
 _KNOWN = PLAIN_ARGUMENTS - {"cache_position"}
 
 
+def check_token_ids(ids: torch.Tensor, caller: str) -> None:
+    """Raise UnsupportedError, with what to pass instead, unless these are whole numbers in rows, `[rows, tokens]`."""
+    if ids.ndim != 2:
+        mend = f", such as ids[None], [1, {ids.shape[0]}]" if ids.ndim == 1 else ""
+        raise UnsupportedError(f"{caller}: input_ids has the shape {tuple(ids.shape)}: give rows, [rows, tokens]{mend}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise UnsupportedError(f"{caller}: input_ids are of {ids.dtype}: give token ids, torch.long")
+
+
 @dataclass(frozen=True, slots=True)
 class CallInputs:
     """The new columns of one call, in every row."""
@@ -45,8 +54,12 @@ class CallInputs:
         given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
         if len(given) != 1:
             raise UnsupportedError("give exactly one of input_ids and inputs_embeds")
-        if given[0].ndim < 2:
-            raise UnsupportedError(f"input_ids has the shape {tuple(given[0].shape)}: give rows, [rows, tokens]")
+        if not isinstance(given[0], torch.Tensor):
+            raise UnsupportedError(
+                f"a call takes a tensor of token ids, [rows, tokens], not a {type(given[0]).__name__}"
+            )
+        if arguments.get("input_ids") is not None:
+            check_token_ids(given[0], "a call")
         rows, num_new = given[0].shape[:2]
         if num_new == 0 or rows == 0:
             raise UnsupportedError(f"no new tokens: the cache holds {held} tokens and the prompt adds none")

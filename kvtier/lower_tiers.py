@@ -19,6 +19,7 @@ from kvtier.size import size_and_bytes
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
 from kvtier.stores.nvme import NvmeStore
+from kvtier.stores.nvme_layout import min_budget_bytes
 from kvtier.stores.slab import slot_bytes
 from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
 from kvtier.types import BlockShape, IoMode, LayerGroup, Tier
@@ -76,7 +77,13 @@ def build_lower(
         folder = _nvme_root(tiers.nvme)
         nvme_bytes = tiers.nvme.budget.resolve(system.free_disk_bytes(folder))
         if system.is_memory_backed(system.filesystem_kind(folder)):
-            nvme_bytes = min(nvme_bytes, cpu_bytes // 2)
+            wanted_bytes, nvme_bytes = nvme_bytes, min(nvme_bytes, cpu_bytes // 2)
+            if nvme_bytes < min_budget_bytes(shape) <= wanted_bytes:  # not the budget's fault
+                raise BudgetError(
+                    f"tiers.nvme.path: {folder} is memory, not a disk, so that the nvme tier gets half of "
+                    f"tiers.cpu.budget at most, {size_and_bytes(nvme_bytes)}, and its minimum is "
+                    f"{size_and_bytes(min_budget_bytes(shape))}: give a folder on a disk, or raise tiers.cpu.budget"
+                )
             cpu_bytes -= nvme_bytes
         budgets[Tier.NVME] = nvme_bytes
         store = _nvme_store(shape, tiers.nvme, nvme_bytes, folder)

@@ -12,6 +12,7 @@ import torch
 from kvtier.duration import Duration
 from kvtier.errors import ClosedError, UnsupportedError
 from kvtier.hf import CACHE_NAMES, TieredCache, check_one_adapter
+from kvtier.inputs import check_token_ids
 from kvtier.reuse import PLAIN_TENSORS
 from kvtier.session_info import SessionInfo
 from kvtier.session_registry import Sessions
@@ -38,6 +39,7 @@ class Session:
         return self._sessions.cache(self._key, self.name)
 
     def _check_open(self) -> None:
+        self._sessions.runtime.check_open()
         if self._closed:
             raise ClosedError(
                 f"this handle of session {self.name!r} was closed or deleted: tiered.session({self.name!r}) opens it, "
@@ -74,6 +76,7 @@ class Session:
         if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[0] != 1:
             shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
             raise UnsupportedError(f"session.generate: input_ids is {shape}: pass the whole transcript, [1, tokens]")
+        check_token_ids(input_ids, "session.generate")
         if input_ids.shape[1] == 0:
             raise UnsupportedError("session.generate: the transcript is empty")
         for name in (*CACHE_NAMES, "inputs", "inputs_embeds"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -64,4 +65,6 @@ def not_owned(path: Path, error: OSError) -> ConfigError:
 def unusable(path: Path, error: OSError) -> ConfigError:
     """Why nothing can be made, opened or looked at there."""
     reason = os.strerror(error.errno or 0)
-    return ConfigError(f"tiers.nvme.path: folder {path}: {reason}; give a folder that you may write to")
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    mend = "make room there, or give a folder on another disk" if is_full else "give a folder that you may write to"
+    return ConfigError(f"tiers.nvme.path: folder {path}: {reason}; {mend}")

@@ -97,7 +97,9 @@ CALLS: dict[str, Case] = {
         PromptMismatchError,
         r"at token 77.*crop\(-92\)",
     ),
-    "a shorter prompt": (lambda c: c.generate(c.ids[:, :50]), PromptMismatchError, "169 tokens.*50.*whole transcript"),
+    "a shorter prompt": (
+        lambda c: c.generate(c.ids[:, :50]), PromptMismatchError, r"169 tokens.*50.*whole transcript.*crop\(-120\)",
+    ),
     "an equal prompt": (lambda c: c.generate(c.held), PromptMismatchError, "169 tokens.*new tokens"),
     "a mask of other length": (
         lambda c: c.generate(tokens(200, 99), attention_mask=torch.ones(1, 199, dtype=torch.long)),
@@ -130,6 +132,18 @@ CALLS: dict[str, Case] = {
     ),
     "no tokens": (lambda c: c.call(torch.empty(1, 0, dtype=torch.long)), UnsupportedError, "no new tokens"),
     "ids and embeddings": (lambda c: c.call(inputs_embeds=torch.zeros(1, 8, 96)), UnsupportedError, "exactly one"),
+    "ids without rows": (lambda c: c.generate(c.ids[0]), UnsupportedError, r"\(\d+,\).*rows.*ids\[None\]"),
+    "ids of three axes": (
+        lambda c: c.generate(c.ids[None]), UnsupportedError, r"generate: .*\(1, 1, \d+\).*\[rows, tokens\]",
+    ),
+    "ids that are no whole numbers": (lambda c: c.generate(c.ids.float()), UnsupportedError, r"float32.*torch\.long"),
+    "ids without rows to forward": (lambda c: c.call(tokens(8)[0]), UnsupportedError, r"\(8,\).*rows"),
+    "ids that are no whole numbers to forward": (lambda c: c.call(tokens(8).float()), UnsupportedError, "float32"),
+    "text to forward": (lambda c: c.call("Hello"), UnsupportedError, "token ids.*not a str"),
+    "a short mask to generate": (
+        lambda c: c.generate(cache=c.tiered.new_cache(), attention_mask=torch.ones(1, 3)),
+        UnsupportedError, r"attention_mask has the shape \(1, 3\), input_ids \(1, \d+\): give one of \d+ columns$",
+    ),
     "text": (lambda c: c.generate("Hello"), UnsupportedError, r"token ids, not a str.*\*\*tokenizer"),
     "what a tokenizer gives, whole": (
         lambda c: c.generate(hf.BatchEncoding({"input_ids": c.ids})), UnsupportedError, "not a BatchEncoding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 from kvtier import TieredKV, system
 from kvtier.errors import BudgetError, FolderInUseError
+from kvtier.stores.folder_check import unusable
 from tests.e2e.families import tiny, tokens
 
 
@@ -68,9 +70,25 @@ def test_a_folder_in_memory_counts_against_the_cpu_budget_and_is_named_in_one_wa
     assert sum("tmpfs" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_folder_in_memory_without_room_beside_the_cpu_tier_is_not_called_a_small_budget(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "filesystem_kind", lambda path: "tmpfs")
+    message = r"^tiers\.nvme\.path: .* is memory.*0 bytes.*disk, or raise tiers\.cpu\.budget"
+    with pytest.raises(BudgetError, match=message):
+        TieredKV(model, _config(tmp_path, gpu="1MiB", nvme="64MiB"))
+    assert "__kvtier__" not in vars(model.forward)
+
+
+def test_a_folder_on_a_full_disk_is_told_apart_from_one_that_may_not_be_written(tmp_path: Path) -> None:
+    full, denied = (str(unusable(tmp_path, OSError(each, ""))) for each in (errno.ENOSPC, errno.EACCES))
+    assert "make room there" in full and "another disk" in full and "may write" not in full
+    assert "give a folder that you may write to" in denied
+
+
 def test_a_second_owner_of_a_folder_is_told_which_key_to_change(model: Any, tmp_path: Path) -> None:
     config = _config(tmp_path, gpu="1MiB", nvme="8MiB")
-    with TieredKV(model, config), pytest.raises(FolderInUseError, match=r"tiers\.nvme\.path"):
+    with TieredKV(model, config), pytest.raises(FolderInUseError, match=r"tiers\.nvme\.path.*on_locked: subfolder"):
         TieredKV(tiny("qwen2"), config)
 
 

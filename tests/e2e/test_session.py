@@ -259,6 +259,22 @@ def test_what_a_session_refuses(tiered: TieredKV) -> None:
     ask(tiered, tiered.session("x / ../ü"), out.sequences)
 
 
+def test_a_session_after_close_says_so(tmp_path: Path) -> None:
+    """And not that it holds nothing."""
+    with TieredKV(tiny(), small_config(tiny(), tmp_path)) as tiered:
+        chat, cache = tiered.session("alice"), tiered.new_cache()
+        ask(tiered, chat, tokens(40))
+    for use in (
+        lambda: chat.token_ids, lambda: chat.info, lambda: chat.fork("bob"), lambda: chat.export(tmp_path / "file"),
+        chat.pin, chat.unpin, chat.delete, lambda: chat.generate(tokens(9)), lambda: chat.set_ttl("1d"),
+        lambda: tiered.session("alice"), lambda: tiered.generate(tokens(9), cache=cache), tiered.stats,
+    ):  # fmt: skip
+        with pytest.raises(ClosedError, match=r"wrap|new wrapper"):
+            use()
+    chat.close()
+    tiered.close()
+
+
 def test_two_threads_on_one_session_answer_or_are_refused(tiered: TieredKV) -> None:
     ids = [tokens(60), torch.cat([tokens(40), tokens(30, 1)], dim=1)]
     expected = [plain(tiered.model, each) for each in ids]

@@ -136,6 +136,9 @@ def test_home_is_expanded_and_the_path_is_absolute(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("source, words", [
     ({"tiers": {"gpu": {"bugdet": "1GiB"}}}, ["tiers.gpu.bugdet", "did you mean budget"]),
     ({"tires": {}}, ["tires", "did you mean tiers", "prefill_chunk"]),
+    ({"gpu": {"budget": "1GiB"}}, ["config: gpu: ", "did you mean tiers.gpu or eviction.gpu?", "eviction"]),
+    ({"tiers": {"gpu": {"budget": 1, "policy": "lru"}}}, ["tiers.gpu.policy", "did you mean prefetch.policy?"]),
+    ({"budget": "1GiB"}, ["did you mean tiers.gpu.budget or tiers.cpu.budget or tiers.nvme.budget?"]),
     ({"tiers": {"gpu": GPU, "nvme": {"budget": 1, "compresion": "none"}}}, ["tiers.nvme.compresion", "compression"]),
     ({"zzz": 1}, ["zzz", "Known keys"]),
     ({"block_tokens": 100}, ["block_tokens", "100", "multiple of 16"]),
@@ -200,7 +203,7 @@ def test_refused(source: Any, words: list[str]) -> None:
     ("tiers:\n  gpu: {budget: 1GiB}\n  gpu: {budget: 2GiB}\n", ["line 3", "'gpu' stands twice"]),
     ("block_tokens: 64\nblock_tokens: 64\n", ["line 2", "twice"]),
     ("tiers: [\n", ["line"]),
-    ("tiers:\n\tgpu: 1\n", ["line 2"]),
+    ("tiers:\n\tgpu: 1\n", ["line 2", "Mend: indent with spaces"]),
     ("", ["must be a mapping"]),
     ("- 1\n", ["must be a mapping"]),
     ("x: &x {y: *x}\n", ["nested"]),

@@ -1,4 +1,4 @@
-"""`--json FILE`, which most commands do not take, is refused with what to type instead."""
+"""Mistakes on the command line that many make: a line that says what to type instead."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def test_a_file_for_json_is_refused_with_the_mend(
     assert cli.main(words) == cli.EXIT_BAD_INPUT
     out, err = capsys.readouterr()
     assert out == "" and mend in err and err.count("\n") == 1
+
+
+def test_a_command_that_is_not_there_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve"]) == cli.EXIT_BAD_INPUT
+    assert "No such command 'serve'. `kvtier --help` lists them\n" in capsys.readouterr().err
+    assert cli.main(["--version"]) == cli.main(["version"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second != ""
 
 
 @pytest.mark.parametrize(
