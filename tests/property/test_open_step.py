@@ -370,3 +370,20 @@ def test_an_append_of_another_shape_or_dtype_is_refused_and_writes_nothing() -> 
     with pytest.raises(UnsupportedError, match="did not append in this step"):
         opened.attend(LAYERS[0], torch.zeros(3, HEADS, 2, KEY_DIM), good.clone(), good, 1.0)
     world.house.manager.abort_step(step)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_tail_that_lies_away_from_its_run_is_read_where_it_lies(row: int) -> None:
+    world = World(torch.float32, KEY_DIM, 2, 2, AttentionMode.BLOCKWISE, 1)
+    world.select([0])
+    world.step(2 * BLOCK_TOKENS + 1, (0xFFFF,) * 3)
+    world.select([0, 0])
+    world.step(1, (1,) * 3)  # one of the two tails is copied to where it can grow
+    (blocks, others) = (table.blocks for table in world.batch.tables)
+    residency = world.house.placement.residency
+    slots = [residency[block].copies[Tier.GPU] for block in (*blocks, others[-1])]
+    assert slots[1] < slots[2 + row] - 1, "it does not follow"
+    world.select([row])
+    for _ in range(BLOCK_TOKENS + 1):
+        world.step(1, (1,) * 3)
+    world.memory.close()
