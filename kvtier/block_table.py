@@ -131,8 +131,10 @@ class BlockTable:
         first, last = index * self.block_tokens, (index + 1) * self.block_tokens
         if last > len(self._ids):
             return None
-        padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last] if with_padding else []
-        return content_of_runs(self._ids.slice(first, last), self._positions(first, last), padding)
+        padding: list[tuple[int, int]] = []
+        if with_padding and self.padding:
+            padding = [(p.at - first, p.count) for p in self.padding if first <= p.at < last]
+        return content_of_runs(self._ids.slice(first, last), self._runs.positions(first, last), padding)
 
     def share_ids(self, first_block: int, contents: Sequence[bytes]) -> None:
         """What full blocks from number `first_block` on are labelled with, `content` of each: their ids need not be
@@ -144,17 +146,8 @@ class BlockTable:
         first = self.num_full_blocks * self.block_tokens
         if not self.tail_tokens or len(self._ids) < self.num_tokens:
             return None
-        return content_of_runs(self._ids.slice(first, self.num_tokens), self._positions(first, self.num_tokens), ())
-
-    def _positions(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Of tokens `first … last - 1`: first position and length of each longest run of neighbouring ones."""
-        runs: list[tuple[int, int]] = []
-        for position, count, _ in self._runs.runs(first, last):
-            if runs and sum(runs[-1]) == position:  # what they were made from differs
-                runs[-1] = runs[-1][0], runs[-1][1] + count
-            else:
-                runs.append((position, count))
-        return runs
+        ids, positions = self._ids.slice(first, self.num_tokens), self._runs.positions(first, self.num_tokens)
+        return content_of_runs(ids, positions, ())
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Tokens `first … last - 1` as runs of neighbouring columns: `(column, token, count)`. O(runs)."""

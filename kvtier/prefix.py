@@ -67,18 +67,18 @@ class PrefixIndex:
 
     def add(self, block: BlockId, sealed: Sealed) -> bool:
         """Enter a sealed block; False, and nothing done, where one of that identity is in already, or this one is."""
-        identity = sealed.label.identity
+        identity, origin = sealed.label.identity, sealed.origin
         if identity in self._blocks or block in self._sealed:
             return False
         self._blocks[identity] = block
         self._sealed[block] = sealed
         self._gone.pop(identity, None)
         self._in_namespace[sealed.label.namespace] += 1
-        self._of_model[sealed.origin.fingerprint.model] += 1
-        if sealed.origin.salt:
-            self._by_salt.setdefault(sealed.origin.salt, {})[block] = None
+        self._of_model[origin.fingerprint.model] += 1
+        if origin.salt:
+            self._by_salt.setdefault(origin.salt, {})[block] = None
         if sealed.parent is not None:
-            self._children[sealed.parent] += 1
+            self._children[sealed.parent] = self._children.get(sealed.parent, 0) + 1
         return True
 
     def remove(self, block: BlockId, why: Miss) -> None:
@@ -86,23 +86,23 @@ class PrefixIndex:
         sealed = self._sealed.pop(block, None)
         if sealed is None:
             return
-        identity = sealed.label.identity
+        identity, origin = sealed.label.identity, sealed.origin
         del self._blocks[identity]
         _decrease(self._in_namespace, sealed.label.namespace)
-        _decrease(self._of_model, sealed.origin.fingerprint.model)
-        if sealed.origin.salt:
-            of_salt = self._by_salt[sealed.origin.salt]
+        _decrease(self._of_model, origin.fingerprint.model)
+        if origin.salt:
+            of_salt = self._by_salt[origin.salt]
             del of_salt[block]
             if not of_salt:
-                del self._by_salt[sealed.origin.salt]
+                del self._by_salt[origin.salt]
         if sealed.parent is not None:
             _decrease(self._children, sealed.parent)
         self.note_gone(identity, why)
 
     def note_gone(self, identity: bytes, why: Miss) -> None:
         """Remember why the block of that identity is not to be had."""
-        self._gone.pop(identity, None)
         self._gone[identity] = why
+        self._gone.move_to_end(identity)
         while len(self._gone) > self.MAX_GONE:
             self._gone.popitem(last=False)
 
@@ -118,7 +118,9 @@ class PrefixIndex:
         if block is None:
             return None
         sealed = self._sealed[block]
-        return None if sealed.label != label or sealed.is_refuted else block
+        own = sealed.label  # of that identity
+        is_it = own.content == label.content and own.namespace == label.namespace and not sealed.is_refuted
+        return block if is_it else None
 
     def refuted(self, identity: bytes) -> BlockId | None:
         """The block in the index under that identity, if what it was made with was found to have changed meanwhile."""
@@ -194,6 +196,8 @@ class PrefixIndex:
 
 
 def _decrease(counter: Counter[bytes], key: bytes) -> None:
-    counter[key] -= 1
-    if counter[key] <= 0:
+    left = counter[key] - 1
+    if left > 0:
+        counter[key] = left
+    else:
         del counter[key]
