@@ -61,6 +61,8 @@ class BlockTable:
     none where a block's label has its ids.
     """
 
+    __slots__ = ("_ids", "_runs", "block_tokens", "blocks", "num_tokens", "padding", "sequence")
+
     def __init__(self, sequence: SequenceId, block_tokens: int) -> None:
         self.sequence = sequence
         self.block_tokens = block_tokens
@@ -76,7 +78,7 @@ class BlockTable:
     @property
     def length(self) -> int:
         """Columns: tokens and padding."""
-        return self.num_tokens + sum(padding.count for padding in self.padding)
+        return self.num_tokens + (sum(padding.count for padding in self.padding) if self.padding else 0)
 
     @property
     def source(self) -> TokenSource:
@@ -223,21 +225,25 @@ class BlockTable:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
         # An append that was interrupted here must not name tokens that are not held.
-        self._ids.truncate(self.num_tokens)
-        self._runs.truncate(self.num_tokens)
-        total = self.num_tokens + num_tokens
+        first = self.num_tokens
+        num_ids = self._ids.truncate(first)
+        self._runs.truncate(first)
+        total = first + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
             raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")
         if token_ids is not None and len(token_ids) != num_tokens:
             raise IntegrityError(f"{len(token_ids)} token ids for {num_tokens} tokens")
         if positions is not None and len(positions) != num_tokens:
             raise IntegrityError(f"{len(positions)} positions for {num_tokens} tokens")
-        if token_ids is not None and self.source is TokenSource.IDS:
+        if token_ids is not None and num_ids == first:
             self._ids.extend(token_ids)
-        self._runs.extend(range(self.num_tokens, total) if positions is None else positions, made)
+        if positions is None:
+            self._runs.append(num_tokens, first, made)
+        else:
+            self._runs.extend(positions, made)
         self.blocks.extend(new_blocks)
         for run in padding:
-            self._pad(self.num_tokens + run.at, run.count)
+            self._pad(first + run.at, run.count)
         self.num_tokens = total
 
     def _pad(self, at: int, count: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
 from kvtier.breaker import Clock
 from kvtier.errors import CapacityError
@@ -17,7 +17,7 @@ from kvtier.mover import Mover
 from kvtier.prefix import Miss
 from kvtier.residency import BlockRecord
 from kvtier.slots import SlotPool
-from kvtier.types import BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
+from kvtier.types import NVME, BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
 from kvtier.wear import WriteMeter
 
 
@@ -63,10 +63,12 @@ class Placement(Mover):
         """The blocks that the model could compute again, as it is now. None: lost blocks are never computed again."""
         self._oldest_first = False
         """Blocks that may go but that no policy names are given up too."""
+        tiers = sorted(self.pools)
+        self._lower = dict(pairwise(tiers))
 
     def lower(self, tier: Tier) -> Tier | None:
         """The next slower tier that exists."""
-        return next((other for other in Tier if other > tier and other in self.pools), None)
+        return self._lower.get(tier)
 
     def leaving(self, tier: Tier) -> int:
         """Blocks that are being demoted from `tier` now."""
@@ -138,7 +140,7 @@ class Placement(Mover):
         done = 0
         for other in [*sorted(below, reverse=True), tier]:
             done += self.evict_cached(other, num_slots - done)
-            if other is Tier.NVME:
+            if other is NVME:
                 done += self._give_up_kept(num_slots - done)
         if not done:
             for other in [*sorted(below, reverse=True), tier]:
@@ -170,12 +172,12 @@ class Placement(Mover):
             block
             for block in self.kept
             if block not in self.pinned
-            and (record := self.residency[block]).is_redundant(Tier.NVME)
-            and self._is_free(record, Tier.NVME)
+            and (record := self.residency[block]).is_redundant(NVME)
+            and self._is_free(record, NVME)
         )
         gone = list(islice(free, max(0, num_blocks)))
         for block in gone:
-            self.drop_copy(block, Tier.NVME)
+            self.drop_copy(block, NVME)
         return len(gone)
 
     def evict_cached(self, tier: Tier, num_blocks: int) -> int:
@@ -255,7 +257,7 @@ class Placement(Mover):
         cause += "".join(
             f"; the {each.label} tier hangs: {each.overdue_error}" for each in self.breakers.values() if each.is_hanging
         )
-        if Tier.NVME in self.pools and self.writes.is_used_up:
+        if NVME in self.pools and self.writes.is_used_up:
             cause += (
                 f"; the nvme tier takes none for now: tiers.nvme.max_writes, {self.writes.limit}, is used up; raise "
                 "it, or wait until older writes are out of that time"
@@ -283,6 +285,8 @@ class Placement(Mover):
             self.drop_copy(block, tier)
             done += 1
         for running in (False,) if idle_only else (False, True):
+            if done >= num_slots:
+                break
             for block in self._victims(tier, num_slots - done, Evictable(self, tier, running)):
                 if self._is_clean(block, tier):
                     self.drop_copy(block, tier)
@@ -299,10 +303,13 @@ class Placement(Mover):
         return record.is_clean(tier) and any(other > tier and self.is_readable(other) for other in record.copies)
 
     def _redundant(self, tier: Tier, num_blocks: int) -> list[BlockId]:
+        redundant = self.residency.redundant[tier]
+        if not redundant:
+            return []
         free = (
             block
-            for block in self.residency.redundant[tier]
-            if self._is_free(self.residency[block], tier) and (tier is not Tier.NVME or block not in self.kept)
+            for block in redundant
+            if self._is_free(self.residency[block], tier) and (tier is not NVME or block not in self.kept)
         )
         return list(islice(free, num_blocks))
 
@@ -335,11 +342,11 @@ class Placement(Mover):
         return good
 
     def _named(self, tier: Tier, num_blocks: int, evictable: View) -> list[BlockId]:
-        if isinstance(evictable, Evictable) and evictable.running:
+        if evictable.running:
             self.reads.tell_all()
-        policy = self.cached_policies[tier] if isinstance(evictable, Cached) else self.policies[tier]
-        names = policy.victims(num_blocks, evictable)
-        if isinstance(evictable, Evictable) and evictable.num_looked_at > self.MAX_PASSED + 2 * num_blocks:
+        policies = self.cached_policies if evictable.is_cached else self.policies
+        names = policies[tier].victims(num_blocks, evictable)
+        if evictable.num_looked_at > self.MAX_PASSED + 2 * num_blocks:
             self.reads.tell_all()  # running blocks stood in the way: what was read goes to the end, with most policies
         return names
 

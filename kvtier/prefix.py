@@ -46,8 +46,10 @@ class PrefixIndex:
         self._blocks: dict[bytes, BlockId] = {}
         """By identity."""
         self._sealed: dict[BlockId, Sealed] = {}
-        self._children: Counter[bytes] = Counter()
-        """How many entries have the block of that identity before them, in the index or not."""
+        self._leaves: set[bytes] = set()
+        """Identities of the entries that no entry continues: few, where prefixes are long."""
+        self._others: dict[bytes, int] = {}
+        """How many entries continue an identity, in the index or not, beside the first that continues one in it."""
         self._in_namespace: Counter[bytes] = Counter()
         self._of_model: Counter[bytes] = Counter()
         self._by_salt: dict[bytes, dict[BlockId, None]] = {}
@@ -77,8 +79,16 @@ class PrefixIndex:
         self._of_model[origin.fingerprint.model] += 1
         if origin.salt:
             self._by_salt.setdefault(origin.salt, {})[block] = None
-        if sealed.parent is not None:
-            self._children[sealed.parent] = self._children.get(sealed.parent, 0) + 1
+        num_children = self._others.pop(identity, 0)
+        if not num_children:
+            self._leaves.add(identity)
+        elif num_children > 1:
+            self._others[identity] = num_children - 1
+        parent = sealed.parent
+        if parent in self._leaves:
+            self._leaves.remove(parent)
+        elif parent is not None:
+            self._others[parent] = self._others.get(parent, 0) + 1
         return True
 
     def remove(self, block: BlockId, why: Miss) -> None:
@@ -95,8 +105,15 @@ class PrefixIndex:
             del of_salt[block]
             if not of_salt:
                 del self._by_salt[origin.salt]
-        if sealed.parent is not None:
-            _decrease(self._children, sealed.parent)
+        if identity in self._leaves:
+            self._leaves.remove(identity)
+        else:
+            self._others[identity] = self._others.get(identity, 0) + 1
+        parent = sealed.parent
+        if parent in self._others:
+            _decrease(self._others, parent)
+        elif parent is not None:
+            self._leaves.add(parent)
         self.note_gone(identity, why)
 
     def note_gone(self, identity: bytes, why: Miss) -> None:
@@ -144,7 +161,7 @@ class PrefixIndex:
     def is_leaf(self, block: BlockId) -> bool:
         """Whether no other block in the index continues this one: without it nothing else becomes unreachable."""
         sealed = self._sealed.get(block)
-        return sealed is not None and sealed.label.identity not in self._children
+        return sealed is not None and sealed.label.identity in self._leaves
 
     def num_in(self, namespace: bytes) -> int:
         """How many blocks of a namespace are in the index."""
@@ -174,7 +191,7 @@ class PrefixIndex:
         """Raise IntegrityError if blocks and identities, or counters and entries, disagree."""
         if len(self._blocks) != len(self._sealed):
             raise IntegrityError(f"{len(self._blocks)} prefixes for {len(self._sealed)} blocks")
-        children: Counter[bytes] = Counter()
+        children: dict[bytes, int] = {}
         in_namespace: Counter[bytes] = Counter()
         of_model: Counter[bytes] = Counter()
         by_salt: dict[bytes, set[BlockId]] = {}
@@ -185,17 +202,20 @@ class PrefixIndex:
             in_namespace[sealed.label.namespace] += 1
             of_model[sealed.origin.fingerprint.model] += 1
             if sealed.parent is not None:
-                children[sealed.parent] += 1
+                children[sealed.parent] = children.get(sealed.parent, 0) + 1
             if sealed.origin.salt:
                 by_salt.setdefault(sealed.origin.salt, set()).add(block)
         if {salt: set(blocks) for salt, blocks in self._by_salt.items()} != by_salt:
             raise IntegrityError("the prefix index has lost track of whose its blocks are")
-        counted = self._children, self._in_namespace, self._of_model
-        if counted != (children, in_namespace, of_model):
+        leaves = self._blocks.keys() - children.keys()
+        others = {each: count - (each in self._blocks) for each, count in children.items()}
+        others = {each: count for each, count in others.items() if count}
+        counted = self._leaves, self._others, self._in_namespace, self._of_model
+        if counted != (leaves, others, in_namespace, of_model):
             raise IntegrityError("the prefix index has lost count of its blocks")
 
 
-def _decrease(counter: Counter[bytes], key: bytes) -> None:
+def _decrease(counter: dict[bytes, int], key: bytes) -> None:
     left = counter[key] - 1
     if left > 0:
         counter[key] = left

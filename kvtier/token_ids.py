@@ -62,15 +62,17 @@ class TokenIds:
         self._contents += new
         del self._rest[: len(ids)]
 
-    def truncate(self, num_tokens: int) -> None:
-        """Keep those of the first tokens."""
-        held = self._num_shared
+    def truncate(self, num_tokens: int) -> int:
+        """Keep those of the first tokens; how many ids there are then."""
+        held, rest = len(self._contents) * self._block_tokens, self._rest
         if num_tokens >= held:
-            del self._rest[num_tokens - held :]
-            return
+            if num_tokens < held + len(rest):
+                del rest[num_tokens - held :]
+            return held + len(rest)
         whole, part = divmod(num_tokens, self._block_tokens)
         self._rest = ids_of(self._contents[whole])[:part]
         del self._contents[whole:]
+        return num_tokens
 
     def copy(self) -> TokenIds:
         """The same, sharing nothing that is ever written."""
