@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ class Method(ABC):
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         """The next tokens, `[1, n]`; the logits behind the last of them, `[vocabulary]`."""
 
+    @abstractmethod
+    def arrive(self) -> None:
+        """Return when nothing that was asked for is on its way."""
+
     def stall_s(self) -> float:
         """Seconds that steps have waited so far, by its own account."""
         return 0.0
@@ -65,6 +70,9 @@ class Plain(Method):
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         out = self._model(ids, **{self._keyword: self._cache}, use_cache=True, logits_to_keep=1)
         return out.logits[0, -1]
+
+    def arrive(self) -> None:
+        """Its link is booked when it is asked."""
 
     def close(self) -> None:
         """The cache goes with this object."""
@@ -99,6 +107,11 @@ class Tiered(Method):
             while self._runtime.placement.moves:
                 time.sleep(0.001)
                 self._runtime.manager.poll()
+
+    def arrive(self) -> None:
+        ring = self._runtime.executor.ring
+        if ring is not None:
+            wait([future for reads in ring._reads.values() for future in reads])
 
     def num_streamed(self) -> int:
         """Slices that attention has read from the cpu tier so far."""

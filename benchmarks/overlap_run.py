@@ -30,23 +30,19 @@ class StepTimes:
     late: float
     """What the real work took longer than the simulated."""
     own_stall: float
-    up_bytes: int
-    down_bytes: int
 
 
 def timed_step(method: Method, token: torch.Tensor, device: Device, logits: list[torch.Tensor]) -> StepTimes:
     """One token, with device and link on."""
     link, own_before_s, clock = method.link, method.stall_s(), device.clock
-    carried = (0, 0) if link is None else (link.up.carried_bytes, link.down.carried_bytes)
     started_s = clock.now()
     logits.append(method.feed(token))
     ended_s = clock.now()
-    idle, up, down = dict.fromkeys(("before", "between", "behind"), 0.0), 0, 0
+    idle = dict.fromkeys(("before", "between", "behind"), 0.0)
     if link is not None:
         idle = idle_times(link.up.busy, started_s, ended_s)
-        up, down = link.up.carried_bytes - carried[0], link.down.carried_bytes - carried[1]
     late_s, own_s = sum(part.late_s for part in device.parts), method.stall_s() - own_before_s
-    return StepTimes(ended_s - started_s, stalls(device.parts, link), idle, late_s, own_s, up, down)
+    return StepTimes(ended_s - started_s, stalls(device.parts, link), idle, late_s, own_s)
 
 
 def idle_times(busy: Sequence[tuple[float, float]], started_s: float, ended_s: float) -> dict[str, float]:
@@ -57,6 +53,11 @@ def idle_times(busy: Sequence[tuple[float, float]], started_s: float, ended_s: f
     before, behind = inside[0][0] - started_s, ended_s - inside[-1][1]
     used = sum(b - a for a, b in inside)
     return {"before": before, "between": ended_s - started_s - used - before - behind, "behind": behind}
+
+
+def _carried(link: Link | None) -> tuple[int, int]:
+    """Bytes up and down, so far."""
+    return (0, 0) if link is None else (link.up.carried_bytes, link.down.carried_bytes)
 
 
 @dataclass
@@ -75,6 +76,9 @@ class Bench:
     """What the parts of a step are told to take."""
     logits: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """By method, of every step so far."""
+    moved: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """By method, of each turn: bytes that a step has moved up and down, on average. What is read ahead is on its way
+    when a step ends, and may be asked for before that or after: of a single step nobody can say."""
 
     @staticmethod
     def build(case: Case, num_layers: int, clock: Clock, time_scale: float, chosen: Sequence[str] = METHODS) -> Bench:
@@ -113,14 +117,20 @@ class Bench:
         """Turns of one step that is not timed and `num_steps` that are; every method in another place each time."""
         times: dict[str, list[StepTimes]] = {name: [] for name in self.methods}
         self.logits = {name: list[torch.Tensor]() for name in self.methods}
+        self.moved = {name: list[tuple[float, float]]() for name in self.methods}
         names = list(self.methods)
         for number in range(num_turns):
             at = number % len(names)
             for name in names[at:] + names[:at]:
                 method, first = self.methods[name], number * (num_steps + 1)
                 tokens = self.ids[:, first : first + num_steps + 1].split(1, dim=1)
+                method.arrive()
+                before = _carried(method.link)
                 with self._on(method.link):
                     steps = [timed_step(method, token, self.device, self.logits[name]) for token in tokens]
+                    method.arrive()
+                up, down = (after - each for after, each in zip(_carried(method.link), before, strict=True))
+                self.moved[name].append((up / len(steps), down / len(steps)))
                 times[name] += steps[1:]
         return times
 

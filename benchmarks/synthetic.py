@@ -88,8 +88,8 @@ def _write(tiered: TieredKV, step: Step, piece: _Piece, done: int) -> None:
     store = tiered._runtime.stores[Tier.GPU]
     for number, row in enumerate(step.rows):
         for write in row.writes:
-            new = slice(done + write.offset, done + write.offset + write.count)
-            old = slice(write.start, write.start + write.count)
+            new = slice(done + write.offset, done + write.offset + write.num_tokens)
+            old = slice(write.start, write.start + write.num_tokens)
             for position, (keys, values) in enumerate(zip(piece.keys, piece.values, strict=True)):
                 store.keys[position][write.slot, :, old] = keys[number, :, new]
                 store.values[position][write.slot, :, old] = values[number, :, new]

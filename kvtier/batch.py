@@ -11,6 +11,8 @@ from kvtier.origin import Origin
 class Batch:
     """The block tables of one cache's rows, in row order. The tier manager forks, drops and reorders them."""
 
+    __slots__ = ("metrics", "origin", "tables")
+
     def __init__(self, tables: list[BlockTable], metrics: SequenceMetrics, origin: Origin | None = None) -> None:
         self.tables = tables
         self.origin = origin

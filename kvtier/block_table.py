@@ -54,6 +54,8 @@ class BlockTable:
     none where a block's label has its ids.
     """
 
+    __slots__ = ("_ids", "_padding", "_runs", "block_tokens", "blocks", "num_tokens", "sequence")
+
     def __init__(self, sequence: SequenceId, block_tokens: int) -> None:
         self.sequence = sequence
         self.block_tokens = block_tokens
@@ -129,7 +131,7 @@ class BlockTable:
         if last > len(self._ids):
             return None
         padding = self._padding.within(first, last) if with_padding else []
-        return content_of_runs(self._ids.slice(first, last), self._positions(first, last), padding)
+        return content_of_runs(self._ids.slice(first, last), self._runs.positions(first, last), padding)
 
     def share_ids(self, first_block: int, contents: Sequence[bytes]) -> None:
         """What full blocks from number `first_block` on are labelled with, `content` of each: their ids need not be
@@ -141,17 +143,8 @@ class BlockTable:
         first = self.num_full_blocks * self.block_tokens
         if not self.tail_tokens or len(self._ids) < self.num_tokens:
             return None
-        return content_of_runs(self._ids.slice(first, self.num_tokens), self._positions(first, self.num_tokens), ())
-
-    def _positions(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Of tokens `first … last - 1`: first position and length of each longest run of neighbouring ones."""
-        runs: list[tuple[int, int]] = []
-        for position, count, _ in self._runs.runs(first, last):
-            if runs and sum(runs[-1]) == position:  # what they were made from differs
-                runs[-1] = runs[-1][0], runs[-1][1] + count
-            else:
-                runs.append((position, count))
-        return runs
+        ids, positions = self._ids.slice(first, self.num_tokens), self._runs.positions(first, self.num_tokens)
+        return content_of_runs(ids, positions, ())
 
     def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Tokens `first … last - 1` as runs of neighbouring columns: `(column, token, count)`. O(runs)."""
@@ -220,21 +213,25 @@ class BlockTable:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
         # An append that was interrupted here must not name tokens that are not held.
-        self._ids.truncate(self.num_tokens)
-        self._runs.truncate(self.num_tokens)
-        total = self.num_tokens + num_tokens
+        first = self.num_tokens
+        num_ids = self._ids.truncate(first)
+        self._runs.truncate(first)
+        total = first + num_tokens
         if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
             raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")
         if token_ids is not None and len(token_ids) != num_tokens:
             raise IntegrityError(f"{len(token_ids)} token ids for {num_tokens} tokens")
         if positions is not None and len(positions) != num_tokens:
             raise IntegrityError(f"{len(positions)} positions for {num_tokens} tokens")
-        if token_ids is not None and self.source is TokenSource.IDS:
+        if token_ids is not None and num_ids == first:
             self._ids.extend(token_ids)
-        self._runs.extend(range(self.num_tokens, total) if positions is None else positions, made)
+        if positions is None:
+            self._runs.append(num_tokens, first, made)
+        else:
+            self._runs.extend(positions, made)
         self.blocks.extend(new_blocks)
         for run in padding:
-            self._padding.add(self.num_tokens + run.at, run.count)
+            self._padding.add(first + run.at, run.count)
         self.num_tokens = total
 
     def mask_end(self, num_columns: int) -> list[BlockId]:

@@ -93,9 +93,9 @@ class Breaker:
 
     def look(self) -> None:
         """Whether the tier hangs, from here on. By the thread that has the turn: nothing changes under a plan."""
-        errors = list(self._overdue.values())
-        if self.is_hanging is bool(errors):
+        if self.is_hanging is bool(self._overdue):
             return
+        errors = list(self._overdue.values())
         self.is_hanging = bool(errors)
         if self.is_hanging:
             self.overdue_error = errors[0]
@@ -110,6 +110,8 @@ class Breaker:
 
     def succeeded(self) -> None:
         """A move has ended well, the probe or one that began before: the tier is in use again."""
+        if not self._num_in_a_row and not self.is_resting:
+            return
         if self.is_resting:
             logger.info("the %s tier takes blocks again; %d moves failed", self.label, self._num_in_a_row)
         self.is_resting = False

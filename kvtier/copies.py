@@ -15,7 +15,7 @@ from kvtier.reads import Reads
 from kvtier.residency import BlockRecord, BlockState, ResidencyTable
 from kvtier.running import RunningBlocks
 from kvtier.slots import SlotPool
-from kvtier.types import BlockId, EvictionPolicy, SequenceId, Slot, SlotLabel, Tier
+from kvtier.types import GPU, NVME, BlockId, EvictionPolicy, SequenceId, Slot, SlotLabel, Tier
 
 
 class Copies:
@@ -65,9 +65,8 @@ class Copies:
 
     def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> None:
         """A valid copy appears: residency and the tier's policy learn of it together."""
-        self.residency.add_copy(block, tier, slot)
+        record = self.residency.add_copy(block, tier, slot)
         self.running_blocks.copied(block, tier)
-        record = self.residency[block]
         if self._is_cached(block, record):
             self._cache(block, record, tier)
         self.policies[tier].inserted(block, record.sequence, record.index)
@@ -81,7 +80,7 @@ class Copies:
         if self.leave_slot is not None and (leaving := self.residency[block].slot(tier)) is not None:
             self.leave_slot(tier, leaving)
         slot = self._lose_copy(block, tier)
-        if tier is Tier.NVME:
+        if tier is NVME:
             self._labelled.discard(block)
             self.unlabelled.pop(block, None)
             self.kept.pop(block, None)
@@ -109,8 +108,8 @@ class Copies:
             self.drop_copy(block, tier)
         if bad is not None and self.forget_slot is not None:
             self.forget_slot(bad)
-        slot = self._lose_copy(source, Tier.GPU)  # nothing is streamed from there
-        self.add_copy(block, Tier.GPU, slot)
+        slot = self._lose_copy(source, GPU)  # nothing is streamed from there
+        self.add_copy(block, GPU, slot)
         self.residency[block].sealed = sealed
         self.unreadable.discard(block)
         if sealed is None:
@@ -142,7 +141,7 @@ class Copies:
         """Take a block out of the prefix index, if it is in; without another holder it goes."""
         if block in self.prefixes:
             record = self.residency[block]
-            if self._is_cached(block, record):
+            if record.holders == 1:  # it is cached
                 self._uncache(block, *record.copies)
             self.prefixes.remove(block, why)
             self.release(block)
@@ -217,7 +216,7 @@ class Copies:
         block = self.residency.create(sequence, index)
         record = self.residency[block]
         record.state, record.sealed = BlockState.SEALED, sealed
-        self.add_copy(block, Tier.NVME, slot)
+        self.add_copy(block, NVME, slot)
         self.note_labelled(block)
         self.index(block)
         self.release(block)  # by whoever made it: the index holds it
@@ -232,7 +231,7 @@ class Copies:
         if slot in self.reserved:
             self.reserved.discard(slot)
             return True
-        return not self.is_held(Tier.NVME, slot) and self.pools[Tier.NVME].claim(slot)
+        return not self.is_held(NVME, slot) and self.pools[NVME].claim(slot)
 
     def reserve(self, slot: Slot) -> None:
         """Nobody is handed this nvme slot, until its block is adopted or the slot is `free_reserved`. Nothing is done
@@ -244,7 +243,7 @@ class Copies:
         """Take `reserve` back."""
         if slot in self.reserved:
             self.reserved.discard(slot)
-            self.pools[Tier.NVME].give_back(slot)
+            self.pools[NVME].give_back(slot)
 
     def erase(self, slot: Slot, erase: Callable[[Slot], None]) -> bool:
         """Have an nvme slot emptied that no block is in; whether it was had. Raises what `erase` does."""
@@ -256,10 +255,10 @@ class Copies:
             self.reserved.add(slot)  # it may still be emptied: nobody may write there
             raise
         except BaseException:  # a Ctrl-C too: the slot has an owner
-            self.pools[Tier.NVME].give_back(slot)
+            self.pools[NVME].give_back(slot)
             raise
         self.bare.pop(slot, None)
-        self.pools[Tier.NVME].give_back(slot)
+        self.pools[NVME].give_back(slot)
         return True
 
     def adopt_tail(self, sequence: SequenceId, index: int, slot: Slot) -> BlockId | None:
@@ -267,7 +266,7 @@ class Copies:
         if not self._claim(slot):
             return None
         block = self.residency.create(sequence, index)
-        self.add_copy(block, Tier.NVME, slot)
+        self.add_copy(block, NVME, slot)
         self.note_labelled(block)
         return block
 

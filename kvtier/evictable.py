@@ -10,7 +10,17 @@ from kvtier.types import BlockId, Tier
 
 
 class View(Container[BlockId]):
-    """Some of a tier's blocks, and a bound on how many: a policy need not be asked for what is not there."""
+    """Some of a tier's blocks, and a bound on how many: a policy need not be asked for what is not there.
+
+    Attributes:
+        running: whether they are of running sequences.
+        is_cached: whether only the prefix index holds them.
+        num_looked_at: how often it was asked for a block, where that is counted.
+    """
+
+    running = False
+    is_cached = False
+    num_looked_at = 0
 
     @property
     @abstractmethod
@@ -19,32 +29,24 @@ class View(Container[BlockId]):
 
 
 class Evictable(View):
-    """Blocks that may leave a tier now, of running sequences or of idle ones.
-
-    Attributes:
-        num_looked_at: how often it was asked for a block.
-    """
+    """Blocks that may leave a tier now, of running sequences or of idle ones."""
 
     def __init__(self, copies: Copies, tier: Tier, running: bool) -> None:
-        self._copies, self._residency = copies, copies.residency
-        self._running_blocks = copies.running_blocks
-        self._tier = tier
-        self.running = running
-        self.num_looked_at = 0
+        self._copies, self._record_of, self._tier, self.running = copies, copies.residency.get, tier, running
 
     @property
     def most(self) -> int:
-        return self._running_blocks.num_copies(self._tier, running=self.running)
+        return self._copies.running_blocks.num_copies(self._tier, running=self.running)
 
     def __contains__(self, block: object) -> bool:
         self.num_looked_at += 1
-        record = self._residency.get(block)  # type: ignore[arg-type]  # Container promises only `object`
-        if record is None or record.move is not None or (slot := record.slot(self._tier)) is None:
+        record, copies, tier = self._record_of(block), self._copies, self._tier  # type: ignore[arg-type]  # as Container
+        if record is None or record.move is not None or (slot := record.slot(tier)) is None:
             return False
         return (
-            (block in self._running_blocks) is self.running
-            and not record.pins[self._tier]
-            and not self._copies.is_held(self._tier, slot)
+            (block in copies.running_blocks) is self.running
+            and not record.pins[tier]
+            and not copies.hung.holds(tier, slot)
         )
 
 
@@ -69,6 +71,8 @@ class Droppable(View):
 class Cached(View):
     """Blocks on a tier that only the prefix index holds."""
 
+    is_cached = True
+
     def __init__(self, copies: Copies, tier: Tier) -> None:
         self._copies, self._tier = copies, tier
         self._idle = Evictable(copies, tier, running=False)
@@ -79,10 +83,10 @@ class Cached(View):
 
     def __contains__(self, block: object) -> bool:
         copies = self._copies
-        if block not in copies.prefixes or block not in self._idle or block in copies.pinned:
+        record = copies.residency.get(block)  # type: ignore[arg-type]  # as above
+        if record is None or record.holders != 1 or record.is_pinned or block in copies.pinned:
             return False
-        record = copies.residency[block]  # type: ignore[index]  # it is in the index, so it is a block
-        return record.holders == 1 and not record.is_pinned
+        return block in copies.prefixes and block in self._idle
 
 
 class CachedLeaf(Cached):

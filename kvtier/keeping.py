@@ -44,7 +44,8 @@ class Keeper:
     def run(self, max_moves: int) -> None:
         """Start some of what is wanted; waits for nothing."""
         placement = self._placement
-        self.label_late(self.MAX_AT_ONCE)
+        if placement.unlabelled:
+            self.label_late(self.MAX_AT_ONCE)
         while self._wanted and len(placement.moves) < max_moves and placement.takes(Tier.NVME, early=True):
             block = self._wanted.popleft()
             record = placement.residency.get(block)

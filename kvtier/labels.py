@@ -112,9 +112,13 @@ class Labels:
 
     def seal(self, origin: Origin, parent: Sealed | None, content: bytes, *, is_first: bool) -> Sealed | None:
         """What a block's label will be; None if the one before it has none, or is another model's."""
-        if not is_first and (parent is None or parent.origin.fingerprint != origin.fingerprint):
+        before = None
+        if parent is not None:
+            if parent.origin is not origin and parent.origin.fingerprint != origin.fingerprint:
+                return None
+            before = parent.label.identity
+        elif not is_first:
             return None
-        before = None if parent is None else parent.label.identity
         sealed = Sealed(self.name(origin, before, content), before, origin, self._num_sealed)
         self._num_sealed += 1
         return sealed

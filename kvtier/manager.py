@@ -19,7 +19,7 @@ from kvtier.recomputable import Past
 from kvtier.residency import BlockState
 from kvtier.sequences import Sequences
 from kvtier.step import NewColumns, RowStep, Step, StepState, Write
-from kvtier.types import BlockId, MovePurpose, Slot, Tier
+from kvtier.types import GPU, BlockId, MovePurpose, Slot
 
 
 class _Tail(enum.Enum):
@@ -66,14 +66,14 @@ class TierManager(Sequences):
     @property
     def num_gpu_slots(self) -> int:
         """Slots of the gpu tier that can be used: not those of moves that hang."""
-        return self.placement.pools[Tier.GPU].ceiling - self.placement.num_held(Tier.GPU)
+        return self.placement.pools[GPU].ceiling - self.placement.num_held(GPU)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def max_new_tokens(self, batch: Batch) -> int:
         """The most new tokens a row that one step of this batch can ever reserve slots for; 0: not even one."""
         each, tails = self.block_tokens, [table.tail_tokens for table in batch.tables]
-        left = self.placement.pools[Tier.GPU].ceiling - sum(tail > 0 for tail in tails)
+        left = self.placement.pools[GPU].ceiling - sum(tail > 0 for tail in tails)
         if left < 0 or not tails:
             return 0
         # Each row takes one more slot in any `each` tokens that follow one another: at the first that its tail,
@@ -94,95 +94,117 @@ class TierManager(Sequences):
             TransferTimeoutError: the device hangs.
             After each of them the batch is as before, and nothing is pinned.
         """
-        if any(table.sequence not in self.tables for table in batch.tables) or not 0 < len(new) == batch.num_rows:
+        tables = batch.tables
+        if any(table.sequence not in self.tables for table in tables) or not 0 < len(new) == len(tables):
             raise IntegrityError(f"a step of {len(new)} rows on a batch of {batch.num_rows}, or of a dropped one")
         self.make_last(batch)
         self.poll()
-        self.seal(batch)
+        self.sealer.seal(batch)
         reserved = _Reserved()
+        needs: list[tuple[_Tail, int]] = []
+        rows: list[RowStep] = []
         try:
-            tails = [self._tail_needs(*row, reserved) for row in zip(batch.tables, new, strict=True)]
-            self._reserve_room(batch, new, tails)
-            rows = [self._begin_row(*row, reserved) for row in zip(batch.tables, new, tails, strict=True)]
+            num_slots = 0
+            for table, columns in zip(tables, new, strict=True):
+                needs.append(self._needs(table, columns, reserved))
+                num_slots += needs[-1][1]
+            if num_slots:
+                self._reserve_room(batch, new, needs)
+            for row in zip(tables, new, needs, strict=True):
+                rows.append(self._begin_row(*row, reserved))
         except BaseException:  # a Ctrl-C too: no pin and no slot is left
             for block in reserved.pinned:
-                self.placement.residency.unpin(block, Tier.GPU)
+                self.placement.residency.unpin(block, GPU)
             self._release(reserved.created)
             raise
         return Step(batch, batch.length, new[0].num_columns, tuple(rows))
 
-    def _num_new_blocks(self, table: BlockTable, new: NewColumns) -> int:
-        return -(-(table.num_tokens + new.num_tokens) // self.block_tokens) - len(table.blocks)
-
-    def _tail_needs(self, table: BlockTable, new: NewColumns, reserved: _Reserved) -> _Tail:
-        tail = table.tail
-        if tail is None:
-            return _Tail.NONE
-        self.placement.settle(tail, Stall.TAIL)
+    def _needs(self, table: BlockTable, new: NewColumns, reserved: _Reserved) -> tuple[_Tail, int]:
+        """What the row's tail needs, and how many slots must be found for the row: its new blocks, and a tail that is
+        not in place."""
+        num_tokens, blocks, each = new.num_tokens, table.blocks, self.block_tokens
+        num_new_blocks = -(-(table.num_tokens + num_tokens) // each) - len(blocks)
+        if not table.num_tokens % each:
+            return _Tail.NONE, num_new_blocks
+        tail = blocks[-1]
         record = self.placement.residency[tail]
+        if record.move is not None:
+            self.placement.settle(tail, Stall.TAIL)
         slot = record.gpu_slot
-        is_held = slot is not None and self.placement.is_held(Tier.GPU, slot)  # what is being written must not change
-        if new.num_tokens and (record.holders > 1 or record.state is BlockState.SEALED or is_held):
-            return _Tail.COPY
+        is_held = slot is not None and self.placement.hung.holds(GPU, slot)  # what is being written must not change
+        if num_tokens and (record.holders > 1 or record.state is BlockState.SEALED or is_held):
+            return _Tail.COPY, num_new_blocks + 1
         if slot is None:
-            return _Tail.PROMOTE
+            return _Tail.PROMOTE, num_new_blocks + 1
         self._pin(tail, reserved)
-        return _Tail.IN_PLACE
+        return _Tail.IN_PLACE, num_new_blocks
 
-    def _reserve_room(self, batch: Batch, new: Sequence[NewColumns], tails: Sequence[_Tail]) -> None:
-        num_new_blocks = sum(self._num_new_blocks(table, row) for table, row in zip(batch.tables, new, strict=True))
-        wanted = num_new_blocks + sum(tail in (_Tail.COPY, _Tail.PROMOTE) for tail in tails)
-        ceiling = self.placement.pools[Tier.GPU].ceiling
-        if wanted + tails.count(_Tail.IN_PLACE) > ceiling:
+    def _reserve_room(self, batch: Batch, new: Sequence[NewColumns], needs: Sequence[tuple[_Tail, int]]) -> None:
+        tails, wanted = [tail for tail, _ in needs], sum(num_slots for _, num_slots in needs)
+        in_all, ceiling = wanted + tails.count(_Tail.IN_PLACE), self.placement.pools[GPU].ceiling
+        if in_all > ceiling:
+            num_tails = len(tails) - tails.count(_Tail.NONE)
             raise CapacityError(
-                f"{new[0].num_columns} new tokens in {batch.num_rows} rows need {wanted + tails.count(_Tail.IN_PLACE)} "
-                f"gpu slots (tails {len(tails) - tails.count(_Tail.NONE)}, new blocks {num_new_blocks}), the gpu tier "
-                f"has {ceiling}: raise tiers.gpu.budget, lower prefill_chunk, or use fewer rows"
+                f"{new[0].num_columns} new tokens in {batch.num_rows} rows need {in_all} gpu slots (tails {num_tails}, "
+                f"new blocks {in_all - num_tails}), the gpu tier has {ceiling}: raise tiers.gpu.budget, lower "
+                "prefill_chunk, or use fewer rows"
             )
-        self.placement.make_room(Tier.GPU, wanted)
+        self.placement.make_room(GPU, wanted)
 
-    def _begin_row(self, table: BlockTable, new: NewColumns, needs: _Tail, reserved: _Reserved) -> RowStep:
-        placement, tail, tail_copy = self.placement, table.tail, None
-        if tail is not None and needs is not _Tail.IN_PLACE:
-            placement.settle(tail, Stall.TAIL)  # it may itself have been demoted to make this room
-        if tail is not None and needs is _Tail.PROMOTE:
-            if placement.residency[tail].gpu_slot is None:  # two rows may wait for one tail
-                placement.copy_now(tail, MovePurpose.PROMOTE, self._take())
-            self._pin(tail, reserved)
-        if tail is not None and needs is _Tail.COPY:
+    def _begin_row(self, table: BlockTable, new: NewColumns, needs: tuple[_Tail, int], reserved: _Reserved) -> RowStep:
+        residency, (tail_needs, num_new), blocks = self.placement.residency, needs, table.blocks
+        pinned: list[BlockId] = []
+        slots: list[Slot] = []
+        tail_slot, tail_copy = None, None
+        if tail_needs is not _Tail.NONE:
+            tail = blocks[-1]
+            if tail_needs is not _Tail.IN_PLACE:
+                tail_copy = self._bring_tail(table, tail, tail_needs, reserved)
+                num_new -= 1
+            pinned.append(tail if tail_copy is None else tail_copy)
+            tail_slot = residency[pinned[0]].gpu_slot
+            if tail_slot is None:
+                raise IntegrityError(f"block {tail} was brought to the gpu tier, and is not there")
+            slots.append(tail_slot)
+        if num_new:
+            before = residency[blocks[-1]].gpu_slot if blocks and not slots else tail_slot
+            for number in range(num_new):
+                before = self._take(before, num_new - number)
+                slots.append(before)
+                pinned.append(self._create(table, len(blocks) + number, before, reserved))
+        writes = self._writes(slots, table.tail_tokens, new.num_tokens)
+        return RowStep(table, new, table.num_tokens, writes, tuple(pinned), tail_slot, tail_copy)
+
+    def _bring_tail(self, table: BlockTable, tail: BlockId, needs: _Tail, reserved: _Reserved) -> BlockId | None:
+        """The tail comes to the gpu tier, or a copy of it, which is returned."""
+        placement = self.placement
+        placement.settle(tail, Stall.TAIL)  # it may itself have been demoted to make this room
+        if needs is _Tail.COPY:
             slot = self._take()
             placement.copy_now(tail, MovePurpose.COPY_TAIL, slot)
-            tail_copy = self._create(table, len(table.blocks) - 1, slot, reserved)
-        residency = self.placement.residency
-        tail_block = tail_copy if tail_copy is not None else tail
-        tail_slot = None if tail_block is None else residency[tail_block].gpu_slot
-        before = residency[table.blocks[-1]].gpu_slot if tail is None and table.blocks else tail_slot
-        slots = [] if tail_slot is None else [tail_slot]
-        first, num_new, new_blocks = len(table.blocks), self._num_new_blocks(table, new), list[BlockId]()
-        for number in range(num_new):
-            before = self._take(before, num_new - number)
-            slots.append(before)
-            new_blocks.append(self._create(table, first + number, before, reserved))
-        writes = self._writes(slots, table.tail_tokens, new.num_tokens)
-        return RowStep(table, new, table.num_tokens, writes, tuple(new_blocks), tail_slot, tail_copy)
+            return self._create(table, len(table.blocks) - 1, slot, reserved)
+        if placement.residency[tail].gpu_slot is None:  # two rows may wait for one tail
+            placement.copy_now(tail, MovePurpose.PROMOTE, self._take())
+        self._pin(tail, reserved)
+        return None
 
     def _take(self, before: Slot | None = None, num_slots: int = 1) -> Slot:
         """Neighbours where there are any: attention reads a run of slots in one call."""
-        pool = self.placement.pools[Tier.GPU]
+        pool = self.placement.pools[GPU]
         if not pool.num_free:  # what make_room found may be gone by now: a full disk lowers the ceiling
-            self.placement.make_room(Tier.GPU, 1)
+            self.placement.make_room(GPU, 1)
         slot = pool.take_near(before, num_slots)
         if slot is None:
             raise IntegrityError("make_room promised a gpu slot that is not there")
         return slot
 
     def _pin(self, block: BlockId, reserved: _Reserved) -> None:
-        self.placement.residency.pin(block, Tier.GPU)
+        self.placement.residency.pin(block, GPU)
         reserved.pinned.append(block)
 
     def _create(self, table: BlockTable, index: int, slot: Slot, reserved: _Reserved) -> BlockId:
         block = self.placement.residency.create(table.sequence, index)
-        self.placement.add_copy(block, Tier.GPU, slot)
+        self.placement.add_copy(block, GPU, slot)
         reserved.created.append(block)
         self._pin(block, reserved)
         return block
@@ -211,36 +233,34 @@ class TierManager(Sequences):
 
     def commit_step(self, step: Step) -> None:
         """Make the step's columns part of the batch. Lower copies of tails that grew are stale from here on and go."""
+        metrics = self.placement.metrics
         for row in step.rows:
             self._unpin(row)
-            self._commit_row(row)
+            metrics.tokens += self._commit_row(row)
         self.placement.reads.note(step.batch)
         step.state = StepState.COMMITTED
-        self.placement.metrics.steps += 1
-        self.placement.metrics.tokens += sum(row.new.num_tokens for row in step.rows)
+        metrics.steps += 1
 
-    def _commit_row(self, row: RowStep) -> None:
+    def _commit_row(self, row: RowStep) -> int:
+        """How many tokens it got."""
         table, new, placement = row.table, row.new, self.placement
-        tail = table.tail
+        num_tokens, new_blocks = new.num_tokens, row.new_blocks
         if row.tail_copy is not None:
             old = table.replace_tail(row.tail_copy)
             placement.running_blocks.gained(table.sequence, (row.tail_copy,))
             self._let_go(table, (old,))
-        elif tail is not None and new.num_tokens:
+        elif row.tail_slot is not None and num_tokens:
+            tail = row.pinned[0]
             record = placement.residency[tail]
             record.generation += 1
-            for tier in [tier for tier in record.copies if tier is not Tier.GPU]:
-                placement.drop_copy(tail, tier)
-        table.append(
-            new.num_tokens,
-            new.token_ids,
-            row.new_blocks,
-            positions=new.positions,
-            padding=new.padding(),
-            made=new.made,
-        )
-        if row.new_blocks:
-            placement.running_blocks.gained(table.sequence, row.new_blocks)
+            if record.is_clean(GPU):
+                for tier in [tier for tier in record.copies if tier is not GPU]:
+                    placement.drop_copy(tail, tier)
+        padding = () if num_tokens == new.num_columns else new.padding()
+        table.append(num_tokens, new.token_ids, new_blocks, positions=new.positions, padding=padding, made=new.made)
+        if new_blocks:
+            placement.running_blocks.gained(table.sequence, new_blocks)
+        return num_tokens
 
     def abort_step(self, step: Step) -> None:
         """Forget the step: its slots are free, the batch is as before."""
@@ -248,23 +268,22 @@ class TierManager(Sequences):
             return
         for row in step.rows:
             self._unpin(row)
-            self._release([*(() if row.tail_copy is None else (row.tail_copy,)), *row.new_blocks])
+            self._release(row.new_blocks if row.tail_copy is None else row.pinned)
         step.state = StepState.ABORTED
         self.placement.metrics.steps_aborted += 1
 
     def _unpin(self, row: RowStep) -> None:
-        residency = self.placement.residency
-        if row.table.tail is not None and row.tail_copy is None:
-            residency.unpin(row.table.tail, Tier.GPU)
-        for block in (*(() if row.tail_copy is None else (row.tail_copy,)), *row.new_blocks):
-            residency.unpin(block, Tier.GPU)
+        for block in row.pinned:
+            self.placement.residency.unpin(block, GPU)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Do what is due between steps; waits for nothing. O(moves finished and started)."""
-        self.drain_left()
-        self.drain_dropped()
+        if self.left:
+            self.drain_left()
+        if self.dropped:
+            self.drain_dropped()
         self.upkeep.run()
 
     def check_integrity(self) -> None:

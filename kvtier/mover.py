@@ -16,6 +16,8 @@ from kvtier.origin import Sealed
 from kvtier.slots import SlotPool
 from kvtier.tier_use import TierUse
 from kvtier.types import (
+    GPU,
+    NVME,
     BlockId,
     Engine,
     EvictionPolicy,
@@ -32,7 +34,7 @@ from kvtier.wear import WriteMeter
 
 
 def _is_of_nvme(move: Move) -> bool:
-    return Tier.NVME in (move.source, move.dest)
+    return NVME in (move.source, move.dest)
 
 
 class Mover(TierUse):
@@ -74,7 +76,8 @@ class Mover(TierUse):
         self._outcomes: dict[int, MoveStatus | None] = {}
         """Moves that somebody waits for, and how those ended that have."""
         self._leaving: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        self._next_move = 0
+        self.num_started = 0
+        """Moves so far."""
 
     # -- moves ------------------------------------------------------------------------------------------------------
 
@@ -91,18 +94,22 @@ class Mover(TierUse):
         sealed = record.sealed if as_ is None else as_
         # What only has to leave is not worth waiting for a hash of the model: it may be labelled where it lies.
         waits = purpose is not MovePurpose.DEMOTE or self.label_slot is None
-        label = self.label_of(sealed, waits=waits) if dest is Tier.NVME else None
-        move = Move(self._next_move, block, purpose, source, record.copies[source], dest, dest_slot, label)
-        self._next_move += 1
+        label = self.label_of(sealed, waits=waits) if dest is NVME else None
+        source_slot = record.slot(source)
+        if source_slot is None:
+            raise IntegrityError(f"block {block} has no copy on {source.label} to be moved")
+        move_id = self.num_started
+        move = Move(move_id, block, purpose, source, source_slot, dest, dest_slot, label)
+        self.num_started += 1
         record.move = move
-        self.moves[move.move_id] = move
+        self.moves[move_id] = move
         if purpose is MovePurpose.DEMOTE:
             self._leaving[source] += 1
         if source < dest:
-            self.breakers[dest].started(move.move_id)
+            self.breakers[dest].started(move_id)
         if _is_of_nvme(move) and not any(_is_of_nvme(each) for each in self.moves.values() if each is not move):
             self._nvme_ended_s = self._clock()
-        if dest is Tier.NVME:
+        if dest is NVME:
             self.writes.begin()
         self.engine.start([move])
         return move
@@ -128,7 +135,7 @@ class Mover(TierUse):
             self._commit(result)
         for breaker in self.breakers.values():
             breaker.look()
-        if self.moves and (not self.is_readable(Tier.NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s):
+        if self.moves and (not self.is_readable(NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s):
             self._pass_deadline()
 
     def wait(self, cause: Stall = Stall.OTHER) -> None:
@@ -141,7 +148,7 @@ class Mover(TierUse):
             TransferTimeoutError: nothing ended in twice that time, and no move is of the nvme tier. The moves keep
                 their slots.
         """
-        if not self.is_readable(Tier.NVME) and self._pass_deadline():
+        if not self.is_readable(NVME) and self._pass_deadline():
             return
         started_s = time.monotonic()
         results = self.engine.wait(self.io_timeout_s)
@@ -175,10 +182,10 @@ class Mover(TierUse):
             if self.moves.pop(move.move_id, None) is not None:
                 self.hung.add(move)
                 self._let_go(move)
-                self.breakers[Tier.NVME].overdue(move.move_id, error)
+                self.breakers[NVME].overdue(move.move_id, error)
         if late:
             self._last_error = error
-            self.breakers[Tier.NVME].look()
+            self.breakers[NVME].look()
         return bool(late)
 
     def _let_go(self, move: Move) -> None:
@@ -196,7 +203,7 @@ class Mover(TierUse):
     def _end_hung(self, result: MoveResult) -> None:
         """A move that hung is over. Its slots are free, but for a source that its block still has."""
         move = result.move
-        if move.dest is Tier.NVME:
+        if move.dest is NVME:
             self.writes.end()
         if result.status is MoveStatus.DONE:
             self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
@@ -209,45 +216,47 @@ class Mover(TierUse):
                 self._put_back(result)
             else:
                 self.pools[tier].give_back(slot)
-        self.breakers[Tier.NVME].ended(move.move_id)
+        self.breakers[NVME].ended(move.move_id)
 
     def _commit(self, result: MoveResult) -> None:
-        if result.move.move_id in self.hung.moves:
+        move_id = result.move.move_id
+        if move_id in self.hung.moves:
             self._end_hung(result)
             return
-        move = self.moves.pop(result.move.move_id, None)
+        move = self.moves.pop(move_id, None)
         if move is None:
-            raise IntegrityError(f"a result arrived for move {result.move.move_id}, which is not in flight")
-        if move.move_id in self._outcomes:
-            self._outcomes[move.move_id] = result.status
-        if move.dest is Tier.NVME:
+            raise IntegrityError(f"a result arrived for move {move_id}, which is not in flight")
+        source, dest = move.source, move.dest
+        if move_id in self._outcomes:
+            self._outcomes[move_id] = result.status
+        if dest is NVME:
             self.writes.end()
         record = self.residency[move.block]
         record.move = None
         if _is_of_nvme(move):
             self._nvme_ended_s = self._clock()
         if move.purpose is MovePurpose.DEMOTE:
-            self._leaving[move.source] -= 1
+            self._leaving[source] -= 1
         if result.status is MoveStatus.DONE:
-            self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
-            if move.source < move.dest:
-                self.breakers[move.dest].succeeded()
-            if move.dest in self.regrowth:
-                self.regrowth[move.dest].written(move.dest_slot)
-            if move.dest is Tier.NVME:
+            self.metrics.bytes_moved[(source, dest)] += self.block_bytes
+            if source < dest:
+                self.breakers[dest].succeeded()
+            if dest in self.regrowth:
+                self.regrowth[dest].written(move.dest_slot)
+            if dest is NVME:
                 self.bare.pop(move.dest_slot, None)
                 if move.label is None and record.sealed is not None:
                     self.bare[move.dest_slot] = record.sealed.label
-            if move.source is Tier.NVME:
-                self.metrics.nvme_sole_reads += record.fastest is Tier.NVME
+            if source is NVME:
+                self.metrics.nvme_sole_reads += record.fastest is NVME
                 if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves
                     self.sequence_metrics[record.sequence].nvme_read_bytes += self.block_bytes
         elif result.status is not MoveStatus.WITHDRAWN:
             self._note_failure(result)
-        elif move.source < move.dest:
-            self.breakers[move.dest].undecided(move.move_id)
-        abandoned = move.move_id in self._abandoned
-        self._abandoned.discard(move.move_id)
+        elif source < dest:
+            self.breakers[dest].undecided(move_id)
+        abandoned = move_id in self._abandoned
+        self._abandoned.discard(move_id)
         if record.holders == 0:  # released while it moved
             self._put_back(result)
             self._forget(move.block)
@@ -255,14 +264,14 @@ class Mover(TierUse):
         if result.status is not MoveStatus.DONE or abandoned:
             self._put_back(result)
         elif move.purpose is not MovePurpose.COPY_TAIL:
-            self.add_copy(move.block, move.dest, move.dest_slot)
+            self.add_copy(move.block, dest, move.dest_slot)
             self.unreadable.discard(move.block)  # it could be read after all
             if move.label is not None:
                 self.note_labelled(move.block)
-            elif move.dest is Tier.NVME and self.label_slot is not None:
+            elif dest is NVME and self.label_slot is not None:
                 self.note_unlabelled(move.block)
-            if move.purpose is MovePurpose.DEMOTE and not record.pins[move.source]:
-                self.drop_copy(move.block, move.source)
+            if move.purpose is MovePurpose.DEMOTE and not record.pins[source]:
+                self.drop_copy(move.block, source)
 
     def copy_now(self, block: BlockId, purpose: MovePurpose, dest_slot: Slot) -> None:
         """Copy `block` from its fastest tier into a taken gpu slot and wait. PROMOTE adds the copy, COPY_TAIL not.
@@ -274,11 +283,11 @@ class Mover(TierUse):
         record = self.residency[block]
         source = record.fastest
         if source is None or not self.is_readable(source):
-            self.pools[Tier.GPU].give_back(dest_slot)
+            self.pools[GPU].give_back(dest_slot)
             if source is not None:
                 self.check_readable({block: record.index}, source)
             raise BlockLostError(f"block {block} was dropped to make room", (block,))
-        move = self.start(block, purpose, source, Tier.GPU, dest_slot)
+        move = self.start(block, purpose, source, GPU, dest_slot)
         self._outcomes[move.move_id] = None
         try:
             while move.move_id in self.moves:
@@ -287,7 +296,7 @@ class Mover(TierUse):
             if purpose is MovePurpose.COPY_TAIL and move.move_id in self.moves:
                 self._abandoned.add(move.move_id)
             elif purpose is MovePurpose.COPY_TAIL and self._outcomes[move.move_id] is MoveStatus.DONE:
-                self.pools[Tier.GPU].give_back(dest_slot)  # interrupted just behind the commit: nobody will own it
+                self.pools[GPU].give_back(dest_slot)  # interrupted just behind the commit: nobody will own it
             raise
         finally:
             outcome = self._outcomes.pop(move.move_id)
@@ -310,9 +319,9 @@ class Mover(TierUse):
             used[move.dest].add(move.dest_slot)
         self.hung.claim(used)
         if self.reserved:
-            if self.reserved & used[Tier.NVME]:
+            if self.reserved & used[NVME]:
                 raise IntegrityError("a slot of the nvme tier is reserved, and a block lies in it")
-            used[Tier.NVME] |= self.reserved
+            used[NVME] |= self.reserved
         for tier, pool in self.pools.items():
             pool.check_integrity()
             if pool.num_used != len(used[tier]):

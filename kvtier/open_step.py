@@ -102,10 +102,10 @@ class OpenStep:
                 slot_keys, slot_values = places.slot(position, write.slot)
                 new_keys, new_values = row_keys, row_values
                 if len(row.writes) > 1:
-                    new_keys = row_keys.narrow(2, write.offset, write.count)
-                    new_values = row_values.narrow(2, write.offset, write.count)
-                slot_keys.narrow(2, write.start, write.count).copy_(new_keys)
-                slot_values.narrow(2, write.start, write.count).copy_(new_values)
+                    new_keys = row_keys.narrow(2, write.offset, write.num_tokens)
+                    new_values = row_values.narrow(2, write.offset, write.num_tokens)
+                slot_keys.narrow(2, write.start, write.num_tokens).copy_(new_keys)
+                slot_values.narrow(2, write.start, write.num_tokens).copy_(new_values)
 
     def _append_rows(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """One new token in each row that has one: a write for K and one for V."""

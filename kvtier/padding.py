@@ -21,13 +21,15 @@ class PaddingRuns:
         runs: those; changed by `add` alone.
     """
 
+    __slots__ = ("runs",)
+
     def __init__(self, runs: Sequence[Padding] = ()) -> None:
         self.runs = list(runs)
 
     @property
     def num_columns(self) -> int:
         """Columns of padding."""
-        return sum(padding.count for padding in self.runs)
+        return sum(padding.count for padding in self.runs) if self.runs else 0
 
     def add(self, at: int, count: int) -> None:
         """Columns behind all others, in front of token `at`."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
 from kvtier.breaker import Clock
 from kvtier.errors import CapacityError
-from kvtier.evictable import Cached, CachedLeaf, Droppable, Evictable, View
+from kvtier.evictable import Cached, CachedLeaf, Droppable, Evictable
 from kvtier.labels import Labels
 from kvtier.log import logger
 from kvtier.metrics import Metrics, Stall
-from kvtier.mover import Mover
 from kvtier.prefix import Miss
-from kvtier.residency import BlockRecord
 from kvtier.size import size_and_bytes
 from kvtier.slots import SlotPool
-from kvtier.types import BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
+from kvtier.types import NVME, BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
+from kvtier.victims import Victims
 from kvtier.wear import WriteMeter
 
 
@@ -30,15 +29,12 @@ class Watermark:
     low_frac: float
 
 
-class Placement(Mover):
+class Placement(Victims):
     """Room on every tier: copies that are not needed go first, then blocks of idle sequences, then of running ones.
 
     When no tier takes a block, cached ones go, the last of each prefix first; then idle blocks that can be computed
     again are dropped.
     """
-
-    MAX_PASSED = 32
-    """Blocks that a policy may look at in vain before it is told what steps have read meanwhile."""
 
     def __init__(
         self,
@@ -62,12 +58,12 @@ class Placement(Mover):
         self.watermarks = dict(watermarks)
         self.droppable: Callable[[], Container[BlockId]] | None = None
         """The blocks that the model could compute again, as it is now. None: lost blocks are never computed again."""
-        self._oldest_first = False
-        """Blocks that may go but that no policy names are given up too."""
+        tiers = sorted(self.pools)
+        self._lower = dict(pairwise(tiers))
 
     def lower(self, tier: Tier) -> Tier | None:
         """The next slower tier that exists."""
-        return next((other for other in Tier if other > tier and other in self.pools), None)
+        return self._lower.get(tier)
 
     def leaving(self, tier: Tier) -> int:
         """Blocks that are being demoted from `tier` now."""
@@ -139,19 +135,12 @@ class Placement(Mover):
         done = 0
         for other in [*sorted(below, reverse=True), tier]:
             done += self.evict_cached(other, num_slots - done)
-            if other is Tier.NVME:
+            if other is NVME:
                 done += self._give_up_kept(num_slots - done)
         if not done:
             for other in [*sorted(below, reverse=True), tier]:
                 done += self._evict_last(other, num_slots - done)
         return done > 0
-
-    def _has_evictable(self, tier: Tier) -> bool:
-        """Whether any block may leave the tier, whether or not its policy names one."""
-        views = [Evictable(self, tier, running) for running in (False, True)]
-        return any(self._victims(tier, 1, view) for view in views) or any(
-            block in view for view in views if view.most for block in self.residency.blocks()
-        )
 
     def _evict_last(self, tier: Tier, num_blocks: int) -> int:
         """As `evict_cached`, of blocks that others continue which cannot go, or that the policy does not name.
@@ -171,12 +160,12 @@ class Placement(Mover):
             block
             for block in self.kept
             if block not in self.pinned
-            and (record := self.residency[block]).is_redundant(Tier.NVME)
-            and self._is_free(record, Tier.NVME)
+            and (record := self.residency[block]).is_redundant(NVME)
+            and self._is_free(record, NVME)
         )
         gone = list(islice(free, max(0, num_blocks)))
         for block in gone:
-            self.drop_copy(block, Tier.NVME)
+            self.drop_copy(block, NVME)
         return len(gone)
 
     def evict_cached(self, tier: Tier, num_blocks: int) -> int:
@@ -256,7 +245,7 @@ class Placement(Mover):
         cause += "".join(
             f"; the {each.label} tier hangs: {each.overdue_error}" for each in self.breakers.values() if each.is_hanging
         )
-        if Tier.NVME in self.pools and self.writes.is_used_up:
+        if NVME in self.pools and self.writes.is_used_up:
             cause += (
                 f"; the nvme tier takes none for now: tiers.nvme.max_writes, {self.writes.limit}, is used up; raise "
                 "it, or wait until older writes are out of that time"
@@ -285,6 +274,8 @@ class Placement(Mover):
             self.drop_copy(block, tier)
             done += 1
         for running in (False,) if idle_only else (False, True):
+            if done >= num_slots:
+                break
             for block in self._victims(tier, num_slots - done, Evictable(self, tier, running)):
                 if self._is_clean(block, tier):
                     self.drop_copy(block, tier)
@@ -294,56 +285,6 @@ class Placement(Mover):
                     return done
                 done += 1
         return done
-
-    def _is_clean(self, block: BlockId, tier: Tier) -> bool:
-        """Whether a slower tier that can be read has the block too."""
-        record = self.residency[block]
-        return record.is_clean(tier) and any(other > tier and self.is_readable(other) for other in record.copies)
-
-    def _redundant(self, tier: Tier, num_blocks: int) -> list[BlockId]:
-        free = (
-            block
-            for block in self.residency.redundant[tier]
-            if self._is_free(self.residency[block], tier) and (tier is not Tier.NVME or block not in self.kept)
-        )
-        return list(islice(free, num_blocks))
-
-    def _is_free(self, record: BlockRecord, tier: Tier) -> bool:
-        """Whether nothing holds the block's copy on `tier`, if it has one there."""
-        slot = record.slot(tier)
-        return slot is not None and record.move is None and not record.pins[tier] and not self.is_held(tier, slot)
-
-    def _victims(self, tier: Tier, num_blocks: int, evictable: View) -> list[BlockId]:
-        """Up to that many blocks that may go. Nobody is asked for more than there can be: a policy would walk through
-        the whole tier to find that there are no others."""
-        num_blocks = min(num_blocks, evictable.most)
-        if num_blocks < 1:
-            return []
-        names = self._named(tier, num_blocks, evictable)
-        good = [block for block in names if block in evictable]
-        if len(good) != len(names):
-            # A user's policy may be wrong; it must not be able to lose a block or to stop the house.
-            logger.warning(
-                "the %s eviction policy named blocks that may not go: %s", tier.label, set(names) - set(good)
-            )
-        if self._oldest_first and len(good) < num_blocks:
-            unnamed = (block for block in self.residency.blocks() if block in evictable and block not in good)
-            oldest = list(islice(unnamed, num_blocks - len(good)))
-            if oldest:
-                logger.warning(
-                    "the %s eviction policy names too few blocks; giving up the oldest: %s", tier.label, oldest
-                )
-            good += oldest
-        return good
-
-    def _named(self, tier: Tier, num_blocks: int, evictable: View) -> list[BlockId]:
-        if isinstance(evictable, Evictable) and evictable.running:
-            self.reads.tell_all()
-        policy = self.cached_policies[tier] if isinstance(evictable, Cached) else self.policies[tier]
-        names = policy.victims(num_blocks, evictable)
-        if isinstance(evictable, Evictable) and evictable.num_looked_at > self.MAX_PASSED + 2 * num_blocks:
-            self.reads.tell_all()  # running blocks stood in the way: what was read goes to the end, with most policies
-        return names
 
     def _take_below(self, tier: Tier, num_wanted: int, idle_only: bool, early: bool) -> tuple[Tier, Slot] | None:
         """A slot on the next slower tier that has one, or None; then something below was started or all is full."""

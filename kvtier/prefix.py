@@ -46,8 +46,10 @@ class PrefixIndex:
         self._blocks: dict[bytes, BlockId] = {}
         """By identity."""
         self._sealed: dict[BlockId, Sealed] = {}
-        self._children: Counter[bytes] = Counter()
-        """How many entries have the block of that identity before them, in the index or not."""
+        self._leaves: set[bytes] = set()
+        """Identities of the entries that no entry continues: few, where prefixes are long."""
+        self._others: dict[bytes, int] = {}
+        """How many entries continue an identity, in the index or not, beside the first that continues one in it."""
         self._in_namespace: Counter[bytes] = Counter()
         self._of_model: Counter[bytes] = Counter()
         self._by_salt: dict[bytes, dict[BlockId, None]] = {}
@@ -67,18 +69,26 @@ class PrefixIndex:
 
     def add(self, block: BlockId, sealed: Sealed) -> bool:
         """Enter a sealed block; False, and nothing done, where one of that identity is in already, or this one is."""
-        identity = sealed.label.identity
+        identity, origin = sealed.label.identity, sealed.origin
         if identity in self._blocks or block in self._sealed:
             return False
         self._blocks[identity] = block
         self._sealed[block] = sealed
         self._gone.pop(identity, None)
         self._in_namespace[sealed.label.namespace] += 1
-        self._of_model[sealed.origin.fingerprint.model] += 1
-        if sealed.origin.salt:
-            self._by_salt.setdefault(sealed.origin.salt, {})[block] = None
-        if sealed.parent is not None:
-            self._children[sealed.parent] += 1
+        self._of_model[origin.fingerprint.model] += 1
+        if origin.salt:
+            self._by_salt.setdefault(origin.salt, {})[block] = None
+        num_children = self._others.pop(identity, 0)
+        if not num_children:
+            self._leaves.add(identity)
+        elif num_children > 1:
+            self._others[identity] = num_children - 1
+        parent = sealed.parent
+        if parent in self._leaves:
+            self._leaves.remove(parent)
+        elif parent is not None:
+            self._others[parent] = self._others.get(parent, 0) + 1
         return True
 
     def remove(self, block: BlockId, why: Miss) -> None:
@@ -86,23 +96,30 @@ class PrefixIndex:
         sealed = self._sealed.pop(block, None)
         if sealed is None:
             return
-        identity = sealed.label.identity
+        identity, origin = sealed.label.identity, sealed.origin
         del self._blocks[identity]
         _decrease(self._in_namespace, sealed.label.namespace)
-        _decrease(self._of_model, sealed.origin.fingerprint.model)
-        if sealed.origin.salt:
-            of_salt = self._by_salt[sealed.origin.salt]
+        _decrease(self._of_model, origin.fingerprint.model)
+        if origin.salt:
+            of_salt = self._by_salt[origin.salt]
             del of_salt[block]
             if not of_salt:
-                del self._by_salt[sealed.origin.salt]
-        if sealed.parent is not None:
-            _decrease(self._children, sealed.parent)
+                del self._by_salt[origin.salt]
+        if identity in self._leaves:
+            self._leaves.remove(identity)
+        else:
+            self._others[identity] = self._others.get(identity, 0) + 1
+        parent = sealed.parent
+        if parent in self._others:
+            _decrease(self._others, parent)
+        elif parent is not None:
+            self._leaves.add(parent)
         self.note_gone(identity, why)
 
     def note_gone(self, identity: bytes, why: Miss) -> None:
         """Remember why the block of that identity is not to be had."""
-        self._gone.pop(identity, None)
         self._gone[identity] = why
+        self._gone.move_to_end(identity)
         while len(self._gone) > self.MAX_GONE:
             self._gone.popitem(last=False)
 
@@ -118,7 +135,9 @@ class PrefixIndex:
         if block is None:
             return None
         sealed = self._sealed[block]
-        return None if sealed.label != label or sealed.is_refuted else block
+        own = sealed.label  # of that identity
+        is_it = own.content == label.content and own.namespace == label.namespace and not sealed.is_refuted
+        return block if is_it else None
 
     def refuted(self, identity: bytes) -> BlockId | None:
         """The block in the index under that identity, if what it was made with was found to have changed meanwhile."""
@@ -142,7 +161,7 @@ class PrefixIndex:
     def is_leaf(self, block: BlockId) -> bool:
         """Whether no other block in the index continues this one: without it nothing else becomes unreachable."""
         sealed = self._sealed.get(block)
-        return sealed is not None and sealed.label.identity not in self._children
+        return sealed is not None and sealed.label.identity in self._leaves
 
     def num_in(self, namespace: bytes) -> int:
         """How many blocks of a namespace are in the index."""
@@ -172,7 +191,7 @@ class PrefixIndex:
         """Raise IntegrityError if blocks and identities, or counters and entries, disagree."""
         if len(self._blocks) != len(self._sealed):
             raise IntegrityError(f"{len(self._blocks)} prefixes for {len(self._sealed)} blocks")
-        children: Counter[bytes] = Counter()
+        children: dict[bytes, int] = {}
         in_namespace: Counter[bytes] = Counter()
         of_model: Counter[bytes] = Counter()
         by_salt: dict[bytes, set[BlockId]] = {}
@@ -183,17 +202,22 @@ class PrefixIndex:
             in_namespace[sealed.label.namespace] += 1
             of_model[sealed.origin.fingerprint.model] += 1
             if sealed.parent is not None:
-                children[sealed.parent] += 1
+                children[sealed.parent] = children.get(sealed.parent, 0) + 1
             if sealed.origin.salt:
                 by_salt.setdefault(sealed.origin.salt, set()).add(block)
         if {salt: set(blocks) for salt, blocks in self._by_salt.items()} != by_salt:
             raise IntegrityError("the prefix index has lost track of whose its blocks are")
-        counted = self._children, self._in_namespace, self._of_model
-        if counted != (children, in_namespace, of_model):
+        leaves = self._blocks.keys() - children.keys()
+        others = {each: count - (each in self._blocks) for each, count in children.items()}
+        others = {each: count for each, count in others.items() if count}
+        counted = self._leaves, self._others, self._in_namespace, self._of_model
+        if counted != (leaves, others, in_namespace, of_model):
             raise IntegrityError("the prefix index has lost count of its blocks")
 
 
-def _decrease(counter: Counter[bytes], key: bytes) -> None:
-    counter[key] -= 1
-    if counter[key] <= 0:
+def _decrease(counter: dict[bytes, int], key: bytes) -> None:
+    left = counter[key] - 1
+    if left > 0:
+        counter[key] = left
+    else:
         del counter[key]

@@ -139,7 +139,7 @@ class PrefixCache:
         parent: bytes | None = None
         for content in self.contents(token_ids):
             label = labels.name(origin, parent, content)
-            block = self._one(Sealed(label, parent, origin, _ADOPTED), sequence, len(found))
+            block = self._one(label, parent, origin, sequence, len(found))
             if block is None:
                 return Match(tuple(found), self._why(origin, label))
             found.append(block)
@@ -152,30 +152,30 @@ class PrefixCache:
         slot = None if files is None or not self._placement.is_readable(Tier.NVME) else files.find(sealed.label)
         return None if slot is None else self._placement.adopt_tail(sequence, index, slot)
 
-    def _one(self, sealed: Sealed, sequence: SequenceId, index: int) -> BlockId | None:
-        placement, label = self._placement, sealed.label
+    def _one(
+        self, label: SlotLabel, parent: bytes | None, origin: Origin, sequence: SequenceId, index: int
+    ) -> BlockId | None:
+        placement = self._placement
         block = placement.prefixes.find(label)
         if block is not None:
-            if self._is_whole(block):
-                return block
-            if not self._is_out_of_reach(block):
-                placement.unindex(block, Miss.CORRUPT)
-            return None
+            return block if self._is_whole(block) else None
         if self._files is None or not placement.is_readable(Tier.NVME):
             return None
         slot = self._files.find(label)
-        return None if slot is None else placement.adopt(sequence, index, sealed, slot)
+        return None if slot is None else placement.adopt(sequence, index, Sealed(label, parent, origin, _ADOPTED), slot)
 
     def _is_whole(self, block: BlockId) -> bool:
-        """Whether it has a copy that can be read, as far as is known: attaching one that has none gains nothing."""
-        if block in self._placement.unreadable:
-            return False
-        record = self._placement.residency[block]
-        return any(self._placement.is_readable(tier) for tier in record.copies)
+        """Whether it has a copy that can be read, as far as is known: attaching one that has none gains nothing.
 
-    def _is_out_of_reach(self, block: BlockId) -> bool:
-        """Whether it lies on tiers that hang: nothing speaks against what is there."""
-        return block not in self._placement.unreadable and bool(self._placement.residency[block].copies)
+        Out of the index with one that has none at all. Nothing speaks against what lies on tiers that hang.
+        """
+        placement = self._placement
+        record = placement.residency[block]
+        fastest = record.fastest
+        if fastest is None or block in placement.unreadable:
+            placement.unindex(block, Miss.CORRUPT)
+            return False
+        return placement.is_readable(fastest) or any(placement.is_readable(tier) for tier in record.copies)
 
     def _why(self, origin: Origin, label: SlotLabel) -> Miss:
         prefixes, files = self._placement.prefixes, self._files

@@ -6,14 +6,14 @@ Only the tier manager writes it. It moves no bytes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import cast
 
 from kvtier.errors import IntegrityError
 from kvtier.origin import Sealed
-from kvtier.types import BlockId, Move, SequenceId, Slot, Tier
+from kvtier.types import CPU, GPU, NVME, BlockId, Move, SequenceId, Slot, Tier
 
 
 class BlockState(enum.Enum):
@@ -25,12 +25,9 @@ class BlockState(enum.Enum):
     """Full and final. Never reopened: appending after a crop into it copies it first."""
 
 
-NO_PINS: Mapping[Tier, int] = MappingProxyType(dict.fromkeys(Tier, 0))
-"""The pins of a block that has none: nearly all of them, so that they share it."""
-
-
-def _no_pins() -> dict[Tier, int]:
-    return cast(dict[Tier, int], NO_PINS)
+_ZERO_PINS = dict.fromkeys(Tier, 0)
+NO_PINS = cast(dict[Tier, int], MappingProxyType(_ZERO_PINS))
+"""The pins of a block that has none: nearly all of them, so that they share it. Nobody can write it."""
 
 
 @dataclass(slots=True)
@@ -46,7 +43,7 @@ class BlockRecord:
     """Where its valid copy on that tier lies, if it has one there. Written by the table alone; so are the next two."""
     cpu_slot: Slot | None = None
     nvme_slot: Slot | None = None
-    pins: dict[Tier, int] = field(default_factory=_no_pins)
+    pins: dict[Tier, int] = field(default_factory=lambda: NO_PINS)
     holders: int = 1
     generation: int = 0
     state: BlockState = BlockState.OPEN
@@ -59,27 +56,27 @@ class BlockRecord:
         """Its valid copies, fastest first: made anew, to be looked at. One of them alone: `slot`, which is faster."""
         copies = {}
         if self.gpu_slot is not None:
-            copies[Tier.GPU] = self.gpu_slot
+            copies[GPU] = self.gpu_slot
         if self.cpu_slot is not None:
-            copies[Tier.CPU] = self.cpu_slot
+            copies[CPU] = self.cpu_slot
         if self.nvme_slot is not None:
-            copies[Tier.NVME] = self.nvme_slot
+            copies[NVME] = self.nvme_slot
         return copies
 
     def slot(self, tier: Tier) -> Slot | None:
         """Where its valid copy on that tier lies; None: it has none there."""
-        if tier is Tier.GPU:
+        if tier is GPU:
             return self.gpu_slot
-        return self.cpu_slot if tier is Tier.CPU else self.nvme_slot
+        return self.cpu_slot if tier is CPU else self.nvme_slot
 
     @property
     def fastest(self) -> Tier | None:
         """The fastest tier with a valid copy; None for a block that was dropped."""
         if self.gpu_slot is not None:
-            return Tier.GPU
+            return GPU
         if self.cpu_slot is not None:
-            return Tier.CPU
-        return None if self.nvme_slot is None else Tier.NVME
+            return CPU
+        return None if self.nvme_slot is None else NVME
 
     @property
     def is_pinned(self) -> bool:
@@ -88,7 +85,9 @@ class BlockRecord:
 
     def is_clean(self, tier: Tier) -> bool:
         """Whether a slower tier holds the same bytes, so that evicting from `tier` is free."""
-        return any(other > tier for other in self.copies)
+        if self.nvme_slot is not None and tier is not NVME:
+            return True
+        return self.cpu_slot is not None and tier is GPU
 
     def is_redundant(self, tier: Tier) -> bool:
         """Whether a faster tier holds the same bytes, so that the copy in `tier` is only a convenience."""
@@ -96,11 +95,17 @@ class BlockRecord:
         return fastest is not None and fastest < tier and self.slot(tier) is not None
 
 
+_SLOT_ON = {tier: f"{tier.label}_slot" for tier in Tier}
+"""The record's field for each tier."""
+
+
 class ResidencyTable:
     """Every live block's record. O(1) for each operation."""
 
     def __init__(self) -> None:
         self._records: dict[BlockId, BlockRecord] = {}
+        self.get: Callable[[BlockId], BlockRecord | None] = self._records.get
+        """The record, or None when the block is no more. It is asked for every block that a policy looks at."""
         self._next_block = 0
         self.redundant: dict[Tier, dict[BlockId, None]] = {tier: {} for tier in Tier}
         """Blocks of each tier that a faster tier holds too, oldest first."""
@@ -116,10 +121,6 @@ class ResidencyTable:
 
     def __getitem__(self, block: BlockId) -> BlockRecord:
         return self._records[block]
-
-    def get(self, block: BlockId) -> BlockRecord | None:
-        """The record, or None when the block is no more."""
-        return self._records.get(block)
 
     def blocks(self) -> list[BlockId]:
         """Every live block, oldest first. O(blocks)."""
@@ -139,16 +140,17 @@ class ResidencyTable:
             raise IntegrityError(f"block {block} was deleted while in use: {record}")
         del self._records[block]
 
-    def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> None:
-        """`slot` of `tier` now holds the block's bytes."""
+    def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> BlockRecord:
+        """`slot` of `tier` now holds the block's bytes. Its record."""
         record = self._records[block]
         if record.slot(tier) is not None:
             raise IntegrityError(f"block {block} has a copy on {tier.label} already")
         before = record.fastest
         self.version += 1
-        self._put(record, tier, slot)
+        setattr(record, _SLOT_ON[tier], slot)
         self.num_copies[tier] += 1
         self._note(block, record, before)
+        return record
 
     def drop_copy(self, block: BlockId, tier: Tier) -> Slot:
         """The copy in `tier` is no more; returns its slot, which the caller gives back."""
@@ -159,32 +161,24 @@ class ResidencyTable:
         if slot is None:
             raise IntegrityError(f"block {block} has no copy on {tier.label}")
         self.version += 1
-        self._put(record, tier, None)
+        setattr(record, _SLOT_ON[tier], None)
         self.redundant[tier].pop(block, None)
         self.num_copies[tier] -= 1
         self._note(block, record, before)
         return slot
 
-    @staticmethod
-    def _put(record: BlockRecord, tier: Tier, slot: Slot | None) -> None:
-        if tier is Tier.GPU:
-            record.gpu_slot = slot
-        elif tier is Tier.CPU:
-            record.cpu_slot = slot
-        else:
-            record.nvme_slot = slot
-
     def _note(self, block: BlockId, record: BlockRecord, fastest_before: Tier | None) -> None:
         # Kept by difference, so that neither set is ever searched for.
         fastest = record.fastest
-        self.num_only_nvme += (fastest is Tier.NVME) - (fastest_before is Tier.NVME)
-        if fastest is None:
+        if fastest is not fastest_before:
+            self.num_only_nvme += (fastest is NVME) - (fastest_before is NVME)
+        if fastest is None or fastest_before is None:  # it has one copy, or none
             return
         self.redundant[fastest].pop(block, None)
-        if record.cpu_slot is not None and fastest is Tier.GPU:
-            self.redundant[Tier.CPU][block] = None
-        if record.nvme_slot is not None and fastest is not Tier.NVME:
-            self.redundant[Tier.NVME][block] = None
+        if record.cpu_slot is not None and fastest is GPU:
+            self.redundant[CPU][block] = None
+        if record.nvme_slot is not None and fastest is not NVME:
+            self.redundant[NVME][block] = None
 
     def pin(self, block: BlockId, tier: Tier) -> None:
         """The block may not leave `tier` until unpinned as often."""
@@ -192,17 +186,18 @@ class ResidencyTable:
         if record.slot(tier) is None:
             raise IntegrityError(f"block {block} cannot be pinned to {tier.label}: it is not there")
         if record.pins is NO_PINS:
-            record.pins = dict(NO_PINS)
+            record.pins = _ZERO_PINS.copy()
         record.pins[tier] += 1
 
     def unpin(self, block: BlockId, tier: Tier) -> None:
         """Take back one pin."""
         record = self._records[block]
-        if record.pins[tier] < 1:
+        pins = record.pins
+        if pins[tier] < 1:
             raise IntegrityError(f"block {block} is not pinned to {tier.label}")
-        record.pins[tier] -= 1
-        if record.pins == NO_PINS:
-            record.pins = _no_pins()
+        pins[tier] -= 1
+        if pins == _ZERO_PINS:
+            record.pins = NO_PINS
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if two blocks share a slot, a block is neither held nor leaving, or a counter is off."""
@@ -220,7 +215,7 @@ class ResidencyTable:
                 raise IntegrityError(f"block {block} is pinned where it is not")
             if record.is_pinned is not any(record.pins.values()):
                 raise IntegrityError(f"block {block} has no pins of its own, or none but those")
-            only_nvme += record.fastest is Tier.NVME
+            only_nvme += record.fastest is NVME
         num_copies = {tier: sum(each is tier for each, _ in owners) for tier in Tier}
         if num_copies != self.num_copies:
             raise IntegrityError(f"{num_copies} copies, {self.num_copies} were counted")

@@ -7,7 +7,7 @@ from itertools import chain
 
 from kvtier.errors import IntegrityError
 from kvtier.residency import ResidencyTable
-from kvtier.types import BlockId, SequenceId, Tier
+from kvtier.types import CPU, GPU, NVME, BlockId, SequenceId, Tier
 
 
 class RunningBlocks(Set[BlockId]):
@@ -21,7 +21,7 @@ class RunningBlocks(Set[BlockId]):
         self._rows: set[SequenceId] = set()
         self._num_rows: dict[BlockId, int] = {}
         self._num_copies: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        self._below_gpu: dict[Tier, dict[BlockId, None]] = {tier: {} for tier in Tier if tier is not Tier.GPU}
+        self._below_gpu: dict[Tier, dict[BlockId, None]] = {tier: {} for tier in Tier if tier is not GPU}
         """By the fastest tier that has them, where that is not the gpu tier; in the order of their turns to come up."""
 
     @classmethod
@@ -82,23 +82,23 @@ class RunningBlocks(Set[BlockId]):
 
     def copied(self, block: BlockId, tier: Tier) -> None:
         """A copy of the block, whether or not it runs, has appeared on `tier`."""
-        self._note(block, tier, 1)
+        if block in self._num_rows:
+            self._note(block, tier, 1)
 
     def dropped(self, block: BlockId, tier: Tier) -> None:
         """The copy on `tier` has gone."""
-        self._note(block, tier, -1)
+        if block in self._num_rows:
+            self._note(block, tier, -1)
 
     def _note(self, block: BlockId, tier: Tier, change: int) -> None:
-        if block not in self._num_rows:
-            return
         self._num_copies[tier] += change
         fastest = self._residency[block].fastest
-        if fastest is None or fastest is Tier.GPU or block not in self._below_gpu[fastest]:
+        if fastest is None or fastest is GPU or block not in self._below_gpu[fastest]:
             self._unlist(block)
             self._list(block, fastest)
 
     def _list(self, block: BlockId, fastest: Tier | None) -> None:
-        if fastest is not None and fastest is not Tier.GPU:
+        if fastest is not None and fastest is not GPU:
             self._below_gpu[fastest][block] = None
 
     def _unlist(self, block: BlockId) -> None:
@@ -114,8 +114,8 @@ class RunningBlocks(Set[BlockId]):
 
     def num_below(self, tier: Tier) -> int:
         """Blocks whose fastest copy lies below `tier`."""
-        count = len(self._below_gpu[Tier.NVME])
-        return count + len(self._below_gpu[Tier.CPU]) if tier is Tier.GPU else count if tier is Tier.CPU else 0
+        count = len(self._below_gpu[NVME])
+        return count + len(self._below_gpu[CPU]) if tier is GPU else count if tier is CPU else 0
 
     def below(self, tier: Tier, is_wanted: Callable[[Tier], bool]) -> Iterator[BlockId]:
         """Blocks whose fastest copy lies below `tier`, on a tier that is wanted: those on the slowest tier first, for

@@ -33,18 +33,16 @@ class Sealer:
         residency = self.placement.residency
         first_new: int | None = None
         for table in batch.tables:
-            first_of_row: int | None = None
+            blocks = table.blocks
             # From the end: all blocks before a sealed one are sealed.
-            for index in range(table.num_full_blocks - 1, -1, -1):
-                record = residency[table.blocks[index]]
-                if record.state is BlockState.SEALED:
-                    break
+            first = num_full = table.num_tokens // table.block_tokens
+            while first and (record := residency[blocks[first - 1]]).state is BlockState.OPEN:
+                first -= 1
                 record.state = BlockState.SEALED
-                self.upkeep.sealed(table.blocks[index])
-                first_of_row = index
-            if first_of_row is not None:
-                first_new = first_of_row if first_new is None else min(first_new, first_of_row)
-                self._label(table, batch.origin, first_of_row)
+                self.upkeep.sealed(blocks[first])
+            if first < num_full:
+                first_new = first if first_new is None else min(first_new, first)
+                self._label(table, batch.origin, first)
         if first_new is not None and batch.num_rows > 1:
             self._join(batch, first_new)
 
@@ -57,17 +55,19 @@ class Sealer:
         if labels is None or origin is None:
             return
         contents: list[bytes] = []
+        parent = residency[table.blocks[first - 1]].sealed if first else None
+        with_padding = self._past is not Past.BLOCKS
         for index in range(first, table.num_full_blocks):
-            content = table.content(index, with_padding=self._past is not Past.BLOCKS)
+            content = table.content(index, with_padding=with_padding)
             if content is None:  # fed as embeddings: this one and all behind it
                 break
-            parent = residency[table.blocks[index - 1]].sealed if index else None
-            sealed = labels.seal(origin, parent, content, is_first=index == 0)
-            residency[table.blocks[index]].sealed = sealed
-            if sealed is not None and len(contents) == index - first:
-                contents.append(content)
+            block = table.blocks[index]
+            residency[block].sealed = parent = labels.seal(origin, parent, content, is_first=index == 0)
+            if parent is None:  # and those behind it have none either
+                break
+            contents.append(content)
             if self.indexes:
-                self.placement.index(table.blocks[index])
+                self.placement.index(block)
         table.share_ids(first, contents)
 
     def _join(self, batch: Batch, first: int) -> None:

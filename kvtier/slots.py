@@ -35,13 +35,19 @@ class SlotSet(MutableSet[int]):
     def add(self, slot: int) -> None:
         if slot >= len(self._is_in):
             self._is_in.extend(bytes(slot + 1 - len(self._is_in)))
-        self._count += not self._is_in[slot]
-        self._is_in[slot] = 1
+        if not self._is_in[slot]:
+            self._is_in[slot] = 1
+            self._count += 1
 
     def discard(self, slot: int) -> None:
         if slot in self:
-            self._is_in[slot] = 0
-            self._count -= 1
+            self.remove(slot)
+
+    def remove(self, slot: int) -> None:
+        if not 0 <= slot < len(self._is_in) or not self._is_in[slot]:
+            raise KeyError(slot)
+        self._is_in[slot] = 0
+        self._count -= 1
 
 
 class SlotPool:
@@ -185,9 +191,10 @@ class SlotPool:
         Raises:
             IntegrityError: the slot was not handed out; nothing changed.
         """
-        if slot not in self._taken:
-            raise IntegrityError(f"slot {slot} was given back but not in use")
-        self._taken.discard(slot)
+        try:
+            self._taken.remove(slot)
+        except KeyError:
+            raise IntegrityError(f"slot {slot} was given back but not in use") from None
         if slot < self._ceiling:
             self._push(slot)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable, Made
@@ -20,14 +21,13 @@ class StepState(enum.Enum):
     ABORTED = "aborted"
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Where `count` new tokens go: gpu slot `slot` from token `start` on; they are new tokens `offset …`."""
+class Write(NamedTuple):
+    """Where `num_tokens` new tokens go: gpu slot `slot` from token `start` on; they are new tokens `offset …`."""
 
     slot: Slot
     start: int
     offset: int
-    count: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,7 @@ class NewColumns:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class RowStep:
+class RowStep(NamedTuple):
     """One row's part of a step.
 
     `tail_slot` is the gpu slot that holds the tail at the step's start (a copy, if the tail was shared or sealed and
@@ -86,9 +85,15 @@ class RowStep:
     committed: int
     """Tokens held at the step's start."""
     writes: tuple[Write, ...]
-    new_blocks: tuple[BlockId, ...]
+    pinned: tuple[BlockId, ...]
+    """The tail, or the copy of it, if there is one; then the new blocks."""
     tail_slot: Slot | None
     tail_copy: BlockId | None
+
+    @property
+    def new_blocks(self) -> tuple[BlockId, ...]:
+        """Those behind the tail."""
+        return self.pinned if self.tail_slot is None else self.pinned[1:]
 
     @property
     def is_full(self) -> bool:

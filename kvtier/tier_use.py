@@ -11,7 +11,7 @@ from kvtier.errors import BlockLostError
 from kvtier.log import logger
 from kvtier.metrics import Metrics
 from kvtier.slots import SlotPool
-from kvtier.types import BlockId, EvictionPolicy, MoveResult, MoveStatus, Tier
+from kvtier.types import GPU, NVME, BlockId, EvictionPolicy, MoveResult, MoveStatus, Tier
 from kvtier.wear import WriteMeter
 
 
@@ -32,11 +32,11 @@ class TierUse(Copies):
         nvme_writes: what is written to the nvme tier; None: nobody counts it.
         """
         super().__init__(pools, policies, metrics)
-        self.breakers: dict[Tier, Breaker] = {t: Breaker(t.label, clock) for t in pools if t is not Tier.GPU}
+        self.breakers: dict[Tier, Breaker] = {t: Breaker(t.label, clock) for t in pools if t is not GPU}
         """By destination of the moves down that they judge."""
         self.regrowth: dict[Tier, Regrowth] = {}
-        if nvme_room is not None and Tier.NVME in pools:
-            self.regrowth[Tier.NVME] = Regrowth(Tier.NVME.label, pools[Tier.NVME], nvme_room, clock)
+        if nvme_room is not None and NVME in pools:
+            self.regrowth[NVME] = Regrowth(NVME.label, pools[NVME], nvme_room, clock)
         self.writes = WriteMeter() if nvme_writes is None else nvme_writes
         self._clock = clock
         self._last_error = ""
@@ -47,7 +47,7 @@ class TierUse(Copies):
 
         `early`: the move is not needed yet.
         """
-        return self.breakers[tier].allows and (tier is not Tier.NVME or self.writes.allows(early=early))
+        return self.breakers[tier].allows and (tier is not NVME or self.writes.allows(early=early))
 
     def is_readable(self, tier: Tier) -> bool:
         """Whether what lies in `tier` may be read now: it does not hang."""

@@ -12,6 +12,8 @@ from kvtier.identity import ids_of
 class TokenIds:
     """Ids of the first tokens of a row, in order. Of the first blocks they may lie in contents that others hold too."""
 
+    __slots__ = ("_block_tokens", "_contents", "_rest")
+
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._contents: list[bytes] = []
@@ -27,13 +29,15 @@ class TokenIds:
 
     def slice(self, first: int, last: int) -> array[int]:
         """Ids of tokens `first … last - 1`, or as many of them as there are: a copy. O(their blocks)."""
-        found, each = array("i"), self._block_tokens
+        held, each = self._num_shared, self._block_tokens
+        if first >= held:
+            return self._rest[first - held : last - held]
+        found = array("i")
         for number in range(first // each, min(-(-last // each), len(self._contents))):
             begin = number * each
             found += ids_of(self._contents[number])[max(0, first - begin) : last - begin]
-        held = self._num_shared
         if last > held:
-            found += self._rest[max(0, first - held) : last - held]
+            found += self._rest[: last - held]
         return found
 
     def extend(self, ids: Iterable[int]) -> None:
@@ -58,15 +62,17 @@ class TokenIds:
         self._contents += new
         del self._rest[: len(ids)]
 
-    def truncate(self, num_tokens: int) -> None:
-        """Keep those of the first tokens."""
-        held = self._num_shared
+    def truncate(self, num_tokens: int) -> int:
+        """Keep those of the first tokens; how many ids there are then."""
+        held, rest = len(self._contents) * self._block_tokens, self._rest
         if num_tokens >= held:
-            del self._rest[num_tokens - held :]
-            return
+            if num_tokens < held + len(rest):
+                del rest[num_tokens - held :]
+            return held + len(rest)
         whole, part = divmod(num_tokens, self._block_tokens)
         self._rest = ids_of(self._contents[whole])[:part]
         del self._contents[whole:]
+        return num_tokens
 
     def copy(self) -> TokenIds:
         """The same, sharing nothing that is ever written."""

@@ -13,6 +13,8 @@ class TokenRuns:
     O(log runs) to find a token's, O(runs) to go through them; most rows have one run.
     """
 
+    __slots__ = ("_firsts", "_numbers", "_positions", "num_tokens")
+
     def __init__(self) -> None:
         self._firsts = array("q")  # the first token of each run
         self._positions = array("q")  # its position
@@ -27,13 +29,8 @@ class TokenRuns:
         """Tokens behind the last one, at positions from that one on."""
         if num_tokens < 1:
             return
-        first = self.num_tokens
-        goes_on = (
-            bool(self._firsts)
-            and self._numbers[-1] == number
-            and self._positions[-1] + first - self._firsts[-1] == position
-        )
-        if not goes_on:
+        first, firsts = self.num_tokens, self._firsts
+        if not firsts or self._numbers[-1] != number or self._positions[-1] + first - firsts[-1] != position:
             self._firsts.append(first)
             self._positions.append(position)
             self._numbers.append(number)
@@ -68,6 +65,18 @@ class TokenRuns:
             count = min(end, last) - first
             yield self._positions[run] + first - self._firsts[run], count, self._numbers[run]
             first, run = first + count, run + 1
+
+    def positions(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Of tokens `first … last - 1`: first position and length of each longest run of neighbouring ones."""
+        if len(self._firsts) == 1:  # most rows
+            return [(self._positions[0] + first - self._firsts[0], last - first)]
+        found: list[tuple[int, int]] = []
+        for position, count, _ in self.runs(first, last):
+            if found and sum(found[-1]) == position:  # what they were made from differs
+                found[-1] = found[-1][0], found[-1][1] + count
+            else:
+                found.append((position, count))
+        return found
 
     def number(self, token: int) -> int:
         """Of one token."""

@@ -86,12 +86,13 @@ class TransferEngine:
         """Results since the last call, without waiting."""
         results: list[MoveResult] = []
         self._note_arrivals()
-        while True:
+        while len(results) < self._in_flight:
             try:
                 results.append(self._results.get_nowait())
             except queue.Empty:
-                self._in_flight -= len(results)
-                return results
+                break
+        self._in_flight -= len(results)
+        return results
 
     def wait(self, timeout_s: float) -> list[MoveResult]:
         """At least one result, or none after `timeout_s`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol, runtime_checkable
+from typing import Final, NamedTuple, NewType, Protocol, runtime_checkable
 
 BlockId = NewType("BlockId", int)
 SequenceId = NewType("SequenceId", int)
@@ -26,6 +26,13 @@ class Tier(enum.IntEnum):
     def label(self) -> str:
         """The tier's name in configs, `stats()` and messages: `gpu`, `cpu` or `nvme`."""
         return self.name.lower()
+
+
+GPU: Final = Tier.GPU
+CPU: Final = Tier.CPU
+NVME: Final = Tier.NVME
+"""The same by plain names, for what a step does forty times: Python 3.11 takes ten times as long for a member of an
+enum as for a global."""
 
 
 class AttentionMode(enum.Enum):
@@ -167,8 +174,7 @@ class MovePurpose(enum.Enum):
     """Copy one block's bytes into another block's slot: a forked or reopened tail."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One block-sized copy of `block` between two slots. With COPY_TAIL another block will own the destination."""
 
     move_id: int
@@ -194,8 +200,7 @@ class MoveStatus(enum.Enum):
     """It never began: it was taken back."""
 
 
-@dataclass(frozen=True, slots=True)
-class MoveResult:
+class MoveResult(NamedTuple):
     """The outcome of one move. `error` is a sentence for people, empty when DONE.
 
     With NO_SPACE only: `available_slots` is how many of the destination's slots have backing, and `retires_slot` says

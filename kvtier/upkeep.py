@@ -8,7 +8,7 @@ from itertools import islice
 
 from kvtier.keeping import Keeper
 from kvtier.placement import Placement
-from kvtier.types import BlockId, MovePurpose, Slot, Tier
+from kvtier.types import CPU, GPU, BlockId, MovePurpose, Slot, Tier
 
 
 class Upkeep:
@@ -20,7 +20,7 @@ class Upkeep:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self.keeper = Keeper(placement)
-        self._emptied = [tier for tier in (Tier.GPU, Tier.CPU) if tier in placement.pools and placement.lower(tier)]
+        self._emptied = [tier for tier in (GPU, CPU) if tier in placement.pools and placement.lower(tier)]
         """Tiers whose blocks can go further down."""
         self.step_slots = 0
         """Slots of the gpu tier that a step of one row takes at most: as many are made free ahead, within `low`."""
@@ -30,10 +30,14 @@ class Upkeep:
         """Where the last block came up to: the next is put beside it, for a run of slots is one call of attention."""
         # Bounded: a block that is forgotten here is copied down when it is demoted.
         self._to_copy_down: deque[BlockId] = deque(maxlen=4096)
+        self._at_rest: int | None = None
+        """Of copies and moves, as many changes as there had been when tiers were within their watermarks and nothing
+        was to be copied down: until there is another, that is so."""
 
     def sealed(self, block: BlockId) -> None:
         """A block became final: it may be copied down early."""
         self._to_copy_down.append(block)
+        self._at_rest = None
 
     def run(self) -> None:
         """One round. O(moves finished and started)."""
@@ -42,19 +46,21 @@ class Upkeep:
         for tier, growth in placement.regrowth.items():
             if placement.is_readable(tier):  # asking a disk that hangs would hang too
                 growth.look()
-        for tier in self._emptied:
-            self._demote_to_low(tier)
-        if self._to_copy_down:
-            self._copy_down()
+        num_changes = placement.residency.version + placement.num_started
+        if num_changes != self._at_rest:
+            is_due = [*map(self._demote_to_low, self._emptied), self._copy_down()]
+            rests = not any(is_due) and not placement.moves and not placement.hung.moves
+            self._at_rest = num_changes if rests else None
         self._promote()
         self.keeper.run(self.MAX_BACKGROUND)
 
-    def _demote_to_low(self, tier: Tier) -> None:
+    def _demote_to_low(self, tier: Tier) -> bool:
+        """Whether the tier held more than it should."""
         placement = self._placement
         pool, mark = placement.pools[tier], placement.watermarks[tier]
         is_ahead = pool.used_frac <= mark.high_frac
-        if is_ahead and tier is not Tier.GPU:
-            return
+        if is_ahead and tier is not GPU:
+            return False
         leaving = placement.leaving(tier)
         surplus = pool.num_used - leaving - int(mark.low_frac * pool.ceiling)
         if is_ahead:  # of nobody's need yet: a step that has to wait for room waits for one tier after the other
@@ -63,29 +69,34 @@ class Upkeep:
             done = placement.give_up(tier, surplus, idle_only=is_ahead, early=True)
             if done < surplus:
                 placement.evict_below(tier, surplus - done, idle_only=is_ahead)
+        return surplus > 0
 
-    def _copy_down(self) -> None:
-        """Write-behind: sealed blocks go to the cpu tier while it has room below its low watermark."""
+    def _copy_down(self) -> bool:
+        """Write-behind: sealed blocks go to the cpu tier while it has room below its low watermark.
+
+        Whether some wait although it has.
+        """
         placement = self._placement
-        pool = placement.pools.get(Tier.CPU)
+        pool = placement.pools.get(CPU)
         if pool is None:
             self._to_copy_down.clear()
-            return
-        limit = int(placement.watermarks[Tier.CPU].low_frac * pool.ceiling)
+            return False
+        limit = int(placement.watermarks[CPU].low_frac * pool.ceiling)
         while (
             self._to_copy_down
             and len(placement.moves) < self.MAX_BACKGROUND
             and pool.num_used < limit
-            and placement.takes(Tier.CPU)
+            and placement.takes(CPU)
         ):
             block = self._to_copy_down.popleft()
             record = placement.residency.get(block)
-            if record is None or record.move is not None or record.fastest is not Tier.GPU or record.is_clean(Tier.GPU):
+            if record is None or record.move is not None or record.fastest is not GPU or record.is_clean(GPU):
                 continue
             slot = pool.take()
             if slot is None:
-                return
-            placement.start(block, MovePurpose.WRITE_BEHIND, Tier.GPU, Tier.CPU, slot)
+                return True
+            placement.start(block, MovePurpose.WRITE_BEHIND, GPU, CPU, slot)
+        return bool(self._to_copy_down) and pool.num_used < limit
 
     def _promote(self) -> None:
         """Bring running sequences' blocks up while there is room below `low`; idle sequences' blocks make room.
@@ -94,7 +105,9 @@ class Upkeep:
         tier are worth the same.
         """
         placement = self._placement
-        for tier in (Tier.GPU, Tier.CPU):
+        if not placement.running_blocks.num_below(GPU):  # nor below the cpu tier
+            return
+        for tier in (GPU, CPU):
             if not placement.running_blocks.num_below(tier):
                 continue
             pool = placement.pools.get(tier)
@@ -130,4 +143,4 @@ class Upkeep:
         if not placement.is_readable(tier):
             return False
         pool, mark = placement.pools[tier], placement.watermarks.get(tier)
-        return tier is not Tier.CPU or not self.reads_in_place or mark is None or pool.used_frac > mark.low_frac
+        return tier is not CPU or not self.reads_in_place or mark is None or pool.used_frac > mark.low_frac

@@ -113,7 +113,7 @@ PREFIX_CACHE, REUSE, QUOTA, KEEPING = (f"kvtier/{name}.py" for name in ("prefix_
 LABELS, ORIGIN, TRANSFER = (f"kvtier/{name}.py" for name in ("labels", "origin", "session_transfer"))
 RECORD, SESSION_FILES = "kvtier/session_record.py", "kvtier/stores/session_files.py"
 MANAGER, PLACEMENT, TABLE = "kvtier/manager.py", "kvtier/placement.py", "kvtier/block_table.py"
-PADDING = "kvtier/padding.py"
+PADDING, VICTIMS = "kvtier/padding.py", "kvtier/victims.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 COPIES, USE, HUNG = "kvtier/copies.py", "kvtier/tier_use.py", "kvtier/hung_moves.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
@@ -133,13 +133,18 @@ OTHERS, READER = "kvtier/stores/other_files.py", "kvtier/stores/slot_reader.py"
 
 MUTANTS = [
     # the prefix cache
-    Mutant("found by hash alone", PREFIX, "sealed.label != label or sealed", "sealed"),
-    Mutant("a refuted block is served", PREFIX, "or sealed.is_refuted else block", "or False else block"),
-    Mutant("a head is taken for a leaf", PREFIX, " and sealed.label.identity not in self._children", ""),
+    Mutant("found by hash alone", PREFIX, "own.content == label.content and own.namespace == label.namespace and ", ""),
+    Mutant("a refuted block is served", PREFIX, " and not sealed.is_refuted", ""),
+    Mutant("a head is taken for a leaf", PREFIX, " and sealed.label.identity in self._leaves", ""),
     Mutant("one salt for all", ORIGIN, '("salt", salt)])', '("salt", b"")])'),
     Mutant("modules play no part", LABELS, "seen = mark, modules", "seen = mark, None"),
     Mutant("a mark of other weights", LABELS, "seen = mark, modules", "seen = 0, modules"),
-    Mutant("what cannot be read is found", PREFIX_CACHE, "if block in self._placement.unreadable:", "if not block:"),
+    Mutant(
+        "what cannot be read is found",
+        PREFIX_CACHE,
+        "if fastest is None or block in placement.unreadable:",
+        "if fastest is None:",
+    ),
     Mutant("found under a hook", REUSE, "or not self._state.may_reuse()", ""),
     Mutant(
         "padding taken for tokens",
@@ -175,7 +180,7 @@ MUTANTS = [
     Mutant(
         "stale tail copy kept after append",
         MANAGER,
-        "for tier in [tier for tier in record.copies if tier is not Tier.GPU]:",
+        "for tier in [tier for tier in record.copies if tier is not GPU]:",
         "for tier in [tier for tier in record.copies if tier not in Tier]:",
     ),
     Mutant(
@@ -207,16 +212,16 @@ MUTANTS = [
     Mutant(
         "tail not pinned during its step",
         MANAGER,
-        "            self._reserve_room(batch, new, tails)\n",
-        "            late, reserved.pinned = reserved.pinned, []\n"
-        "            [self.placement.residency.unpin(block, Tier.GPU) for block in late]\n"
-        "            self._reserve_room(batch, new, tails)\n"
-        "            [self._pin(block, reserved) for block in late]\n",
+        "                self._reserve_room(batch, new, needs)\n",
+        "                late, reserved.pinned = reserved.pinned, []\n"
+        "                [self.placement.residency.unpin(block, GPU) for block in late]\n"
+        "                self._reserve_room(batch, new, needs)\n"
+        "                [self._pin(block, reserved) for block in late]\n",
     ),
     Mutant(
         "aborted step keeps its new blocks",
         MANAGER,
-        "self._release([*(() if row.tail_copy is None else (row.tail_copy,)), *row.new_blocks])",
+        "self._release(row.new_blocks if row.tail_copy is None else row.pinned)",
         "self._release(row.new_blocks[1:])",
     ),
     Mutant(
@@ -234,19 +239,19 @@ MUTANTS = [
     Mutant(
         "open blocks copied down early",
         SEALING,
-        "for index in range(table.num_full_blocks - 1, -1, -1):",
-        "for index in range(len(table.blocks) - 1, -1, -1):",
+        "first = num_full = table.num_tokens // table.block_tokens",
+        "first = num_full = len(table.blocks)",
     ),
     Mutant(
         "row without new tokens copies its tail",
         MANAGER,
-        "if new.num_tokens and (record.holders > 1 or",
+        "if num_tokens and (record.holders > 1 or",
         "if (record.holders > 1 or",
     ),
     Mutant(
         "tail that did not grow loses its lower copies",
         MANAGER,
-        "elif tail is not None and new.num_tokens:",
+        "elif row.tail_slot is not None and num_tokens:",
         "elif tail is not None:",
     ),
     Mutant(
@@ -276,7 +281,7 @@ MUTANTS = [
     Mutant(
         "tails read in place are not counted",
         MANAGER,
-        "if wanted + tails.count(_Tail.IN_PLACE) > ceiling:",
+        "if in_all > ceiling:",
         "if wanted > ceiling:",
     ),
     # rows of a batch
@@ -367,11 +372,11 @@ MUTANTS = [
         "if self._is_clean(block, tier):",
         "if self._is_clean(block, tier) or tier is Tier.CPU:",
     ),
-    Mutant("clean by a tier that hangs", PLACEMENT, "other > tier and self.is_readable(other)", "other > tier"),
+    Mutant("clean by a tier that hangs", VICTIMS, "other > tier and self.is_readable(other)", "other > tier"),
     Mutant(
         "blocks are given up whose slot a late move holds",
         EVICTABLE,
-        "            and not self._copies.is_held(self._tier, slot)\n",
+        "            and not copies.hung.holds(tier, slot)\n",
         "",
     ),
     Mutant(
@@ -408,12 +413,12 @@ MUTANTS = [
         "for running in (False,) if idle_only else (False, True):",
         "for running in (False,) if idle_only else (True, False):",
     ),
-    Mutant("pins ignored", EVICTABLE, "and not record.pins[self._tier]", "and record.pins is not None"),
+    Mutant("pins ignored", EVICTABLE, "and not record.pins[tier]", "and record.pins is not None"),
     Mutant(
         "moving block moved again",
         EVICTABLE,
-        "record is None or record.move is not None or (slot := record.slot(self._tier))",
-        "record is None or (slot := record.slot(self._tier))",
+        "record is None or record.move is not None or (slot",
+        "record is None or (slot",
     ),
     Mutant(
         "slot of a failed move leaks",
@@ -435,13 +440,13 @@ MUTANTS = [
     ),
     Mutant(
         "policy believed whatever it names",
-        PLACEMENT,
+        VICTIMS,
         "good = [block for block in names if block in evictable]",
         "good = [block for block in names if block in self.residency._records]",
     ),
     Mutant(
         "policy that names nothing stops the house",
-        PLACEMENT,
+        VICTIMS,
         "if self._oldest_first and len(good) < num_blocks:",
         "if self._oldest_first and len(good) > num_blocks:",
     ),
@@ -535,8 +540,8 @@ MUTANTS = [
     Mutant(
         "double free accepted",
         SLOTS,
-        "if slot not in self._taken:\n            raise",
-        "if slot < 0:\n            raise",
+        "or not self._is_in[slot]:\n            raise",
+        "or slot < 0:\n            raise",
     ),
     Mutant(
         "slot beyond the ceiling handed out again",
@@ -547,8 +552,8 @@ MUTANTS = [
     Mutant(
         "dropped copy still listed as redundant",
         RESIDENCY,
-        "        self._put(record, tier, None)\n        self.redundant[tier].pop(block, None)\n",
-        "        self._put(record, tier, None)\n",
+        "        setattr(record, _SLOT_ON[tier], None)\n        self.redundant[tier].pop(block, None)\n",
+        "        setattr(record, _SLOT_ON[tier], None)\n",
     ),
     Mutant(
         "a row that goes idle still runs",
@@ -564,7 +569,7 @@ MUTANTS = [
     ),
     Mutant(
         "reads are not told before a running block goes",
-        PLACEMENT,
+        VICTIMS,
         "evictable.running:\n            self.reads.tell_all()",
         "evictable.running:\n            pass",
     ),
@@ -587,8 +592,10 @@ MUTANTS = [
         "self._contents, self._rest",
     ),
     Mutant("a crop forgets a part of a shared block", "kvtier/token_ids.py", "[:part]", "[:0]"),
-    Mutant("unpin drops every pin", RESIDENCY, "record.pins[tier] -= 1", "record.pins[tier] = 0"),
-    Mutant("clean even if the other copy is gone", RESIDENCY, "any(other > tier for", "any(other >= tier for"),
+    Mutant("unpin drops every pin", RESIDENCY, "pins[tier] -= 1", "pins[tier] = 0"),
+    Mutant(
+        "clean even if the other copy is gone", RESIDENCY, "self.cpu_slot is not None and tier is GPU", "tier is GPU"
+    ),
     Mutant(
         "crop drops the new tail",
         TABLE,
@@ -603,13 +610,13 @@ MUTANTS = [
     Mutant(
         "join ignores positions",
         TABLE,
-        "self._ids.slice(first, last), self._positions(first, last), padding)",
+        "self._ids.slice(first, last), self._runs.positions(first, last), padding)",
         "self._ids.slice(first, last), [(0, last - first)], padding)",
     ),
     Mutant(
         "join ignores padding",
         TABLE,
-        "self._ids.slice(first, last), self._positions(first, last), padding)",
+        "self._ids.slice(first, last), self._runs.positions(first, last), padding)",
         "self._ids.slice(first, last), self._positions(first, last), [])",
     ),
     Mutant(

@@ -258,7 +258,7 @@ class House:
         at = (Tier.GPU, write.slot)
         assert not self.engine.uses(*at), "a step writes to a slot that a move still reads or writes"
         held = list(self.cells(*at))
-        held[write.start : write.start + write.count] = cells[write.offset : write.offset + write.count]
+        held[write.start : write.start + write.num_tokens] = cells[write.offset : write.offset + write.num_tokens]
         self.engine.bytes_by_slot[at] = tuple(held)
 
     def cells(self, tier: Tier, slot: Slot) -> tuple[int, ...]:

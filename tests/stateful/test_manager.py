@@ -433,7 +433,7 @@ class ManagerMachine(Machine):
 
     def check_begun(self, row: ModelRow, step: RowStep, new: list[Token | None]) -> None:
         num_new = len(new) - new.count(None)
-        assert sum(write.count for write in step.writes) == num_new
+        assert sum(write.num_tokens for write in step.writes) == num_new
         assert step.is_full is (num_new == len(new))
         assert (step.tail_slot is None) is (row.tail_tokens == 0)
         if step.tail_slot is not None:
@@ -558,8 +558,8 @@ class ManagerMachine(Machine):
         for row, row_new in zip(step.rows, new, strict=True):  # pinned copies stay
             cells = [token.cell for token in row_new if token is not None]
             for write in row.writes:
-                found = self.house.cells(Tier.GPU, write.slot)[write.start : write.start + write.count]
-                assert list(found) == cells[write.offset : write.offset + write.count]
+                found = self.house.cells(Tier.GPU, write.slot)[write.start : write.start + write.num_tokens]
+                assert list(found) == cells[write.offset : write.offset + write.num_tokens]
         self.placement.check_integrity()
         self.write_and_commit(batch, step, new)
 

@@ -92,7 +92,7 @@ def test_new_columns_know_where_their_padding_is(
     batch = house.manager.new_batch()
     step = house.manager.begin_step(batch, [new])
     assert step.rows[0].is_full is (not padding)
-    assert sum(write.count for write in step.rows[0].writes) == new.num_tokens
+    assert sum(write.num_tokens for write in step.rows[0].writes) == new.num_tokens
     house.manager.commit_step(step)
     assert batch.length == len(ids)
     assert house.placement.metrics.tokens == new.num_tokens
@@ -616,7 +616,7 @@ def test_max_new_tokens_is_the_most_that_can_ever_fit(
     assert needed[0] <= ceiling < needed[1] or most == 0
     if most:
         step = house.manager.begin_step(batch, new(most))
-        assert sum(write.count for row in step.rows for write in row.writes) == most * rows
+        assert sum(write.num_tokens for row in step.rows for write in row.writes) == most * rows
         house.manager.abort_step(step)
         # Rows without new tokens need no more.
         house.manager.abort_step(house.manager.begin_step(batch, [*new(most)[1:], columns([None] * most)]))

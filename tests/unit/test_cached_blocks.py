@@ -199,7 +199,7 @@ def test_a_block_whose_identity_is_taken_is_not_adopted() -> None:
     (other,) = sharing.cached(ALL[20:24])
     prefixes = sharing.placement.prefixes
     del prefixes._blocks[prefixes._sealed[other].label.identity]
-    prefixes._blocks[label.identity] = other
+    prefixes._blocks[label.identity], prefixes._leaves = other, {label.identity}
     prefixes._sealed[other] = Sealed(SlotLabel(label.namespace, label.identity, b"other"), None, origin, 0)
     sharing.house.engine.files.labels[Slot(3)] = label
     assert sharing.match(ALL[:5]).blocks == ()

@@ -50,6 +50,18 @@ def test_framed_fields_can_be_read_back(fields: list[tuple[str, bytes]]) -> None
     assert unframed(framed(fields)) == fields
 
 
+def test_a_blocks_content_and_identity_are_framed_as_everything_else() -> None:
+    ids, padding = array("i", [5, 6, 7]), array("i", [0, 2])
+    content = framed(
+        [("ids", ids.tobytes()), ("positions", array("i", [9, 3]).tobytes()), ("padding", padding.tobytes())]
+    )
+    assert token_content(ids, range(9, 12), [(0, 2)]) == content
+    namespace, parent = bytes(32), bytes(range(32))
+    for parents in ([], [("parent", parent)]):
+        fields = [("namespace", namespace), *parents, ("content", content)]
+        assert block_identity(namespace, parent if parents else None, content) == digest("block", fields)
+
+
 @given(FIELDS, FIELDS, st.sampled_from(["block", "namespace"]), st.sampled_from(["block", "namespace"]))
 def test_digests_are_equal_for_equal_fields_of_one_kind_only(
     first: list[tuple[str, bytes]], second: list[tuple[str, bytes]], kind: str, other: str

@@ -368,6 +368,25 @@ def test_a_slot_goes_to_what_is_read_from_the_slowest_tier() -> None:
     house.check()
 
 
+def test_a_tier_at_rest_is_not_looked_at_again_before_copies_or_moves_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = build(gpu=4, cpu=4, nvme=0, high_frac=0.75, low_frac=0.5)
+    first = house.filled(4)
+    house.manager.poll()
+    house.drain()
+    house.manager.poll()
+    looked_at: list[Tier] = []
+    leaving = house.placement.leaving
+    monkeypatch.setattr(house.placement, "leaving", lambda tier: looked_at.append(tier) or leaving(tier))  # type: ignore[func-returns-value]
+    house.manager.poll()
+    assert not looked_at
+    house.filled(12)  # above `high`: four of four slots
+    house.manager.leave(first)
+    house.manager.poll()
+    house.drain()
+    assert Tier.GPU in looked_at and house.placement.pools[Tier.GPU].num_used <= 2
+    house.check()
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_blocks_that_are_read_in_place_come_up_only_where_their_room_is_needed(in_place: bool) -> None:
     house = build(gpu=8, cpu=4, nvme=8, low_frac=0.0)

@@ -116,7 +116,7 @@ def test_blocks_are_counted_by_namespace_and_by_model_whatever_the_salt() -> Non
         index.check_integrity()
     assert not any(index.num_in(space) for space in spaces) and not len(index)
     assert index.num_of_model(PLAIN.fingerprint.model) == 0
-    assert not index._in_namespace and not index._of_model and not index._children, "nothing is kept of what went"
+    assert not index._in_namespace and not index._of_model and not index._leaves | index._others.keys()
 
 
 def test_tokens_of_another_salt_are_not_found() -> None:
@@ -184,7 +184,8 @@ DAMAGES: list[tuple[Callable[[PrefixIndex], object], str]] = [
     (lambda index: index._blocks.update({b"?": BlockId(9)}), "prefixes for"),
     (lambda index: index._sealed.update({BlockId(0): index._sealed[BlockId(1)]}), "not its own"),
     (lambda index: index._by_salt.update({b"salt": {BlockId(0): None}}), "whose its blocks are"),
-    (lambda index: index._children.clear(), "lost count"),
+    (lambda index: index._others.update({b"?": 1}), "lost count"),
+    (lambda index: index._leaves.clear(), "lost count"),
     (lambda index: index._in_namespace.clear(), "lost count"),
     (lambda index: index._of_model.clear(), "lost count"),
 ]
