@@ -103,7 +103,16 @@ def prints(source: str) -> list[str]:
 # log.py has the handler that KVTIER_LOG asks for.
 MAY_PRINT = [
     PACKAGE / name
-    for name in ("cli.py", "cli_chat.py", "cli_plan.py", "cli_selftest.py", "cli_sessions.py", "terminal.py", "log.py")
+    for name in (
+        "cli.py",
+        "cli_chat.py",
+        "cli_fsck.py",
+        "cli_plan.py",
+        "cli_selftest.py",
+        "cli_sessions.py",
+        "terminal.py",
+        "log.py",
+    )
 ]
 LIBRARY = [file for file in PACKAGE.rglob("*.py") if file not in MAY_PRINT]
 
