@@ -111,7 +111,7 @@ class Tiered(Method):
     def arrive(self) -> None:
         ring = self._runtime.executor.ring
         if ring is not None:
-            wait([future for reads in ring._reads.values() for future in reads])
+            wait([future for reads in ring._reads_of.values() for future in reads])
 
     def num_streamed(self) -> int:
         """Slices that attention has read from the cpu tier so far."""
