@@ -50,8 +50,8 @@ class NvmeStore(Store):
     the folder is opened. Only blocks written with a label have a header, and only in a `persistent` folder.
 
     Cost: a write is one hash pass (7 GB/s), one `pwrite` of the block and up to two of a page; a read one copy out of
-    the page cache, or by O_DIRECT none where the buffer lies on pages, and one hash pass. Of a joined slab's blocks both
-    go by groups of slices, about a mebibyte each, with a copy of their own (15 GB/s). All of it releases the GIL.
+    the page cache, or by O_DIRECT none where the buffer lies on pages, and one hash pass. Joined blocks go both ways
+    by groups of slices, about a mebibyte each, with a copy more (15 GB/s). All of it releases the GIL.
     Opening reads the header of each slot. Memory: 8 bytes a slice, about 400 bytes a labelled slot, a group for each
     thread that moves joined blocks, and at most `page_cache_bytes` for the files.
 
