@@ -74,7 +74,7 @@ def test_a_lying_disk_fails(arguments: list[str], tmp_path: Path, capsys: pytest
     assert document["faults"]["injected"]["silent_bit_flip"] > 0 and document["recomputed_blocks"] == 0
     assert document["differing_tokens"] + document["steps_over_tolerance"] + document["non_finite_steps"] > 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "0 wrong tokens" not in out and "negative control" in out
+    assert " 0 wrong tokens" not in out and "negative control" in out  # "30 wrong tokens" may be
 
 
 def test_a_run_that_meets_no_fault_says_so(loaded: LoadedModel) -> None:
