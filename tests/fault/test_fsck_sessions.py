@@ -142,7 +142,7 @@ def test_damaged_ones_are_named_and_removed_by_a_repair_alone(tmp_path: Path) ->
         path_of(kv, kept[1]).name: "is of 40 bytes, too few for a session",
         path_of(kv, record("z")).name: "is of another session than its name says",
         path_of(kv, kept[3]).name: "has a mode that lets others at it, so it is not read",
-        path_of(kv, kept[4]).name: f"is of {MAX_FILE_BYTES + 1} bytes, more than any session",
+        path_of(kv, kept[4]).name: f"is of 64.01MiB ({MAX_FILE_BYTES + 1} bytes), more than any session",
     }
     assert {each.name for each in report.sessions} == {"g", "h"} and report.future_sessions == 1
     assert any("1 session was being saved" in each for each in report.notices)
