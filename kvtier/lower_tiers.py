@@ -21,7 +21,7 @@ from kvtier.stores.cpu import CpuStore
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.nvme_layout import min_budget_bytes
 from kvtier.stores.slab import slot_bytes
-from kvtier.stores.temporary_folders import sweep_stale, temporary_folder
+from kvtier.stores.temporary_folders import give_up, sweep_stale, temporary_folder
 from kvtier.types import BlockShape, IoMode, LayerGroup, Tier
 
 DIRECT_STREAM_THREADS = 32
@@ -140,7 +140,7 @@ def _nvme_store(shape: BlockShape, nvme: NvmeTierConfig, num_bytes: int, root: P
         "max_writes": nvme.max_writes,
     }
     if nvme.path is None:
-        return NvmeStore(shape, num_bytes, _own_folder(root), persistent=False, **ways)
+        return _temporary_store(shape, num_bytes, root, ways)
     shares = root / "shares"
     _sweep(shares)
     try:
@@ -156,9 +156,9 @@ def _nvme_store(shape: BlockShape, nvme: NvmeTierConfig, num_bytes: int, root: P
     except FolderInUseError as error:
         if nvme.on_locked == "error":
             raise
-        share = _own_folder(shares)
-        logger.info("%s; this one uses %s", error, share)
-        return NvmeStore(shape, num_bytes, share, persistent=False, **ways)
+        store = _temporary_store(shape, num_bytes, shares, ways)
+        logger.info("%s; this one uses %s", error, store.folder)
+        return store
 
 
 def _sweep(root: Path) -> None:
@@ -167,7 +167,12 @@ def _sweep(root: Path) -> None:
             logger.info("removed %s, left by a process that died", stale)
 
 
-def _own_folder(root: Path) -> Path:
-    """A new folder that goes with this process, in `root`, without what dead ones left there."""
+def _temporary_store(shape: BlockShape, num_bytes: int, root: Path, ways: dict[str, Any]) -> NvmeStore:
+    """A store in a new folder that goes with this process, in `root`, without what dead ones left there."""
     _sweep(root)
-    return temporary_folder(root)
+    folder = temporary_folder(root)
+    try:
+        return NvmeStore(shape, num_bytes, folder, persistent=False, **ways)
+    except BaseException:  # refused, or a Ctrl-C: nothing of it stays
+        give_up(folder)
+        raise

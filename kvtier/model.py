@@ -166,7 +166,9 @@ class TieredKV:
         if not given:
             given = [self.new_cache(salt=salt)]
         elif any(not isinstance(cache, TieredCache) for cache in given):
-            raise UnsupportedError(f"cache is a {type(given[0]).__name__}: pass tiered.new_cache(), or none")
+            kind = type(given[0]).__name__
+            instead = "call its own generate" if isinstance(given[0], Session) else "pass tiered.new_cache(), or none"
+            raise UnsupportedError(f"cache is a {kind}: {instead}")
         elif salt and any(cache.state.salt != _salt(salt) for cache in given):
             raise UnsupportedError("generate(salt=…) with a cache of another: tiered.new_cache(salt=…) makes one of it")
         return self.model.generate(*args, **kwargs, **dict(zip(CACHE_NAMES, given, strict=False)))

@@ -75,7 +75,10 @@ class Session:
         check_one_adapter(kwargs)
         if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[0] != 1:
             shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-            raise UnsupportedError(f"session.generate: input_ids is {shape}: pass the whole transcript, [1, tokens]")
+            raise UnsupportedError(
+                f"session.generate: input_ids is {shape}: a session is one conversation, pass its whole transcript, "
+                "[1, tokens]; a session for each row, or tiered.generate for a batch"
+            )
         check_token_ids(input_ids, "session.generate")
         if input_ids.shape[1] == 0:
             raise UnsupportedError("session.generate: the transcript is empty")

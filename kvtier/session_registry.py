@@ -278,7 +278,7 @@ class Sessions:
         """See `Session.generate`."""
         cache = self.cache(key, name)
         self._entry(key, name).transcript = []
-        return take_turn(self._model, cache, input_ids, kwargs, partial(self._keep_turn, key, cache))
+        return take_turn(name, self._model, cache, input_ids, kwargs, partial(self._keep_turn, key, cache))
 
     def _keep_turn(self, key: bytes, cache: TieredCache) -> None:
         with self.runtime.turn:  # before the cache is free for others: its blocks are the last to be moved

@@ -10,14 +10,18 @@ import torch
 from kvtier.errors import UnsupportedError
 from kvtier.generate import Generation
 from kvtier.hf import TieredCache
+from kvtier.log import logger
+
+_LEAST_HELD = 32  # tokens: fewer are not missed
 
 
 def take_turn(
-    model: Any, cache: TieredCache, input_ids: torch.Tensor, kwargs: dict[str, Any], keep: Callable[[], None]
+    name: str, model: Any, cache: TieredCache, input_ids: torch.Tensor, kwargs: dict[str, Any], keep: Callable[[], None]
 ) -> Any:
     """`generate` on the whole transcript. See `Session.generate`.
 
     Args:
+        name: the session's, for messages.
         cache: the conversation's, of one row. Nobody else may change it meanwhile.
         input_ids: `[1, length]`.
         kwargs: what `generate` takes beside.
@@ -28,6 +32,7 @@ def take_turn(
     try:
         num_copies = Generation(model, kwargs).num_copies
         _keep_one_row(cache, input_ids[0].tolist())  # a call that was interrupted twice may have left more
+        _warn_of_a_part(name, cache, input_ids[0].tolist())
         _go_back(cache, input_ids[0].tolist())
         if num_copies > 1:
             cache.batch_repeat_interleave(num_copies)
@@ -41,6 +46,22 @@ def take_turn(
     finally:
         state.leave(use)
     return out
+
+
+def _warn_of_a_part(name: str, cache: TieredCache, ids: list[int]) -> None:
+    """A new question alone is not a transcript: all but its beginning would be dropped, and nobody would know why."""
+    table = cache.state.batch.tables[0]
+    held, different = table.num_tokens, table.first_difference(ids)
+    common = min(held, len(ids)) if different is None else different
+    if held >= _LEAST_HELD and len(ids) < held and 4 * common < len(ids):
+        logger.warning(
+            "session %r: the transcript of %d tokens begins with %d of the %d that it held, the others are dropped: "
+            "pass the whole conversation each time, or another name for another one",
+            name,
+            len(ids),
+            common,
+            held,
+        )
 
 
 def _go_back(cache: TieredCache, ids: list[int]) -> None:

@@ -33,7 +33,10 @@ def example(facts: Facts) -> tuple[str, int, int]:
 
 def warnings(facts: Facts, config: KVTierConfig | None) -> list[str]:
     """What is not as it should be, in plain words; `config` is the given one, else the proposal."""
-    return [*_disk_warnings(facts), *_limit_warnings(facts, config), *_write_warnings(facts, config)]
+    return [
+        *_disk_warnings(facts), *_limit_warnings(facts, config), *_write_warnings(facts, config),
+        *_room_warnings(facts, config),
+    ]  # fmt: skip
 
 
 def _disk_warnings(facts: Facts) -> Iterator[str]:
@@ -103,6 +106,23 @@ def _write_warnings(facts: Facts, config: KVTierConfig | None) -> Iterator[str]:
         )
 
 
+def _room_warnings(facts: Facts, config: KVTierConfig | None) -> Iterator[str]:
+    """As at wrapping, which goes on with what there is."""
+    nvme, place = None if config is None else config.tiers.nvme, facts.place
+    if nvme is None or not nvme.budget.amount:
+        return
+    if isinstance(place.room_bytes, NotMeasured) or isinstance(place.free_bytes, NotMeasured) or place.is_memory:
+        return
+    budget = nvme.budget.resolve(place.free_bytes)
+    room = place.room_bytes + place.held_bytes
+    if budget > room:
+        yield (
+            f"tiers.nvme.budget is {size_words(budget)}, and {size_words(room)} may be taken in "
+            f"{place.folder} while 5 % of the disk stays free: kvtier would go on with that. Lower the budget, or free "
+            "space"
+        )
+
+
 def problems(config: KVTierConfig, facts: Facts) -> list[str]:
     """Why this config cannot be what it says on this machine now; empty: it can, as far as one sees without a model."""
     return [*_policy_problems(config), *_memory_problems(config, facts), *_nvme_problems(config, facts)]
@@ -148,7 +168,7 @@ def _memory_problems(config: KVTierConfig, facts: Facts) -> Iterator[str]:
 
 
 def _nvme_problems(config: KVTierConfig, facts: Facts) -> Iterator[str]:
-    nvme, place = config.tiers.nvme, facts.place
+    nvme = config.tiers.nvme
     if nvme is None or not nvme.budget.amount:
         return
     if nvme.path is not None:
@@ -164,13 +184,3 @@ def _nvme_problems(config: KVTierConfig, facts: Facts) -> Iterator[str]:
     refused = facts.disk.takes_direct
     if nvme.io is IoMode.DIRECT and isinstance(refused, NotMeasured):
         yield f"tiers.nvme.io is direct, and {refused.why}: set it to auto or mmap, or give another folder"
-    if isinstance(place.room_bytes, NotMeasured) or isinstance(place.free_bytes, NotMeasured) or place.is_memory:
-        return
-    budget = nvme.budget.resolve(place.free_bytes)
-    room = place.room_bytes + place.held_bytes
-    if budget > room:
-        yield (
-            f"tiers.nvme.budget is {size_words(budget)}, and {size_words(room)} may be taken in "
-            f"{place.folder} while 5 % of the disk stays free: kvtier would go on with that. Lower the budget, or free "
-            "space"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 from pathlib import Path
 
 from kvtier.errors import ConfigError, FolderInUseError
@@ -53,3 +54,11 @@ def sweep_stale(root: Path) -> list[Path]:
         if not path.exists():
             removed.append(path)
     return removed
+
+
+def give_up(folder: Path) -> None:
+    """Remove a `temporary_folder` whose store was not made, if it is still there."""
+    lock_fd = claimed_lock_fds.pop(folder.resolve(), -1)
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock_fd >= 0:
+        close_fd(lock_fd)

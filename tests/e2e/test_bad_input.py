@@ -298,6 +298,19 @@ def test_budgets_below_their_minimum_show_the_sum(tmp_path: Path) -> None:
     bad(tmp_path, BudgetError, r"gpu.budget is 16KiB \(16384 bytes\), its minimum is", gpu={"budget": "16KiB"})
 
 
+def test_a_refused_nvme_budget_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a new user: the folder of a process without a path stayed until the next one came."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tiny()
+    config = small_config(model, tmp_path)
+    for nvme in ({"budget": 100}, {"budget": "1MiB", "max_writes": "1KiB/day"}):
+        with pytest.raises(BudgetError):
+            TieredKV(model, {**config, "tiers": {**config["tiers"], "nvme": nvme}})
+    assert not [each for each in (tmp_path / "cache").rglob("*") if each.name.startswith(("run-", "new-"))]
+    with TieredKV(model, {**config, "tiers": {**config["tiers"], "nvme": {"budget": "4MiB"}}}):
+        assert len(list((tmp_path / "cache").rglob("run-*"))) == 1, "where they would have been"
+
+
 def yaml_file(path: Path, config: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(json.loads(json.dumps(config, default=str))))
     return path

@@ -330,3 +330,29 @@ def test_sessions_survive_a_restart_without_the_prefix_cache_too(tmp_path: Path,
         plain = model.generate(ids, cache=cache, prefill_chunk_size=values["prefill_chunk"], **GREEDY)
         assert_same(ours, plain, mode)
         ids = torch.cat([ours.sequences, tokens(30, seed + 1)], dim=1)
+
+
+def test_a_new_question_alone_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Found by a new user: the conversation was replaced, without a word."""
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path)) as tiered, caplog.at_level("WARNING", logger="kvtier"):
+        chat, ids = tiered.session("a"), tokens(80)
+        out, _ = ask(tiered, chat, ids)
+        out, _ = ask(tiered, chat, torch.cat([out.sequences, tokens(9, seed=5)], dim=1))
+        ask(tiered, chat, out.sequences[:, :60])  # edited, and cut
+        ask(tiered, chat, torch.cat([ids[:, :20], tokens(30, seed=6)], dim=1))  # most of it is another
+        assert not caplog.records
+        ask(tiered, chat, tokens(9, seed=7))
+        (record,) = caplog.records
+        assert record.getMessage().startswith("session 'a': the transcript of 9 tokens begins with 0 of the ")
+        ask(tiered, chat, tokens(30, seed=8))  # little was held
+        assert len(caplog.records) == 1
+
+
+def test_a_session_given_as_a_cache_says_what_to_call(tmp_path: Path) -> None:
+    model = tiny()
+    with TieredKV(model, small_config(model, tmp_path)) as tiered:
+        with pytest.raises(UnsupportedError, match="cache is a Session: call its own generate"):
+            tiered.generate(tokens(9), cache=tiered.session("a"), **GREEDY)
+        with pytest.raises(UnsupportedError, match=r"a session for each row, or tiered\.generate for a batch"):
+            tiered.session("a").generate(torch.cat([tokens(9), tokens(9)]), **GREEDY)
