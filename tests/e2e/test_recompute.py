@@ -94,23 +94,18 @@ RATES = {
 PROMPTS = {"llama": 300, "gpt2": 300, "gemma3": 180, "granitemoehybrid": 180}
 
 
-def own_difference(model: Any, ids: torch.Tensor) -> float:
-    """How far the plain model is from itself when a prompt is cut otherwise, as recomputing cuts it: 7e-5 with layers
-    of linear attention, of logits up to 6. Two different blocks make a difference of whole units."""
-    whole = plain_forward(model, ids)
-    return max(float((plain_forward(model, ids, chunk=chunk) - whole).abs().max()) for chunk in (1, 16))
-
-
 @pytest.mark.parametrize(("family", "mode"), RATES)
 def test_every_step_is_right_while_reads_fail(family: str, mode: str, tmp_path: Path) -> None:
-    model, rate = tiny(family), RATES[family, mode]
+    # Recomputing cuts a prompt otherwise than it was; by that alone the plain granite is 7e-5 from itself in fp32, and
+    # with the rest it was 1.01e-4 twice. In fp64 the same bound leaves rounding out, and sees all else.
+    dtype = torch.float64 if family == "granitemoehybrid" else torch.float32
+    model, rate = tiny(family, dtype), RATES[family, mode]
     with TieredKV(model, small_config(model, tmp_path, mode)) as tiered:
         store, turns = faulty(tiered, dict.fromkeys(READS, rate)), plain_turns(model, prompt=PROMPTS[family])
-        tolerance = 1e-4 + own_difference(model, turns[-1][1].sequences)
         for _ in range(8):  # threads decide which read meets which fault, and so how many come up
             cache = tiered.new_cache()
             for ids, expected in turns:
-                assert_same(tiered.generate(ids, cache=cache, **GREEDY), expected, CLOSE, tolerance)
+                assert_same(tiered.generate(ids, cache=cache, **GREEDY), expected, CLOSE)
                 tiered.check_integrity()
             if recomputed(tiered) >= 10 and {fault for _, fault in store.injected} == set(READS):
                 break
