@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -160,7 +161,7 @@ class _Check:
         empty = [namespace for namespace in self.files.opened_s if not report.namespaces[namespace].blocks]
         may_be_used = report.outcome is Outcome.DAMAGED or report.future_segments or report.slots[SlotState.FUTURE]
         if self._repair and not may_be_used:
-            removed = [each for each in empty if not attempt(lambda each=each: self._view.unlink(namespace_name(each)))]  # type: ignore[misc]
+            removed = [each for each in empty if not attempt(partial(self._view.unlink, namespace_name(each)))]
             for namespace in removed:
                 del report.namespaces[namespace]
             report.num_swept = len(removed)

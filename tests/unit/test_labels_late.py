@@ -244,10 +244,10 @@ def test_a_header_that_comes_late_waits_for_the_limit_of_what_is_written() -> No
     tiers.go_on()
     waiting, writes = list(tiers.house.placement.unlabelled), tiers.house.placement.writes
     allows = writes.allows
-    writes.allows = lambda *, early=False: False  # type: ignore[method-assign]
+    writes.allows = lambda *, early=False: False
     tiers.prove()
     assert waiting and not tiers.files.labels and list(tiers.house.placement.unlabelled) == waiting
-    writes.allows = allows  # type: ignore[method-assign]
+    writes.allows = allows
     tiers.go_on()
     tiers.prove()
     assert len(tiers.files.labels) == len(waiting) and not tiers.house.placement.unlabelled
@@ -261,7 +261,7 @@ def test_what_a_salt_may_not_keep_does_not_hold_up_the_others() -> None:
     waiting = list(tiers.house.placement.unlabelled)
     quota = Quota(1, tiers.files)
     tiers.house.placement.quota = quota
-    quota.admits_file = lambda copies, sealed, num: sealed.number % 2 == 0  # type: ignore[method-assign]
+    quota.admits_file = lambda copies, sealed, num: sealed.number % 2 == 0
     tiers.prove()
     assert len(tiers.files.labels) == len(waiting) / 2 and not tiers.house.placement.unlabelled
     hashed = tiers.model.num_hashed

@@ -376,7 +376,7 @@ def test_a_tier_at_rest_is_not_looked_at_again_before_copies_or_moves_change(mon
     house.manager.poll()
     looked_at: list[Tier] = []
     leaving = house.placement.leaving
-    monkeypatch.setattr(house.placement, "leaving", lambda tier: looked_at.append(tier) or leaving(tier))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(house.placement, "leaving", lambda tier: looked_at.append(tier) or leaving(tier))
     house.manager.poll()
     assert not looked_at
     house.filled(12)  # above `high`: four of four slots

@@ -33,7 +33,9 @@ def test_sizes_in_messages(num_bytes: int, words: str) -> None:
 def test_a_minimum_copied_from_a_message_is_enough(num_bytes: int) -> None:
     words = size_and_bytes(num_bytes)
     if num_bytes >= 1024:
-        size, exactly = re.fullmatch(r"(\S+) \((\d+) bytes\)", words).groups()  # type: ignore[union-attr]
+        found = re.fullmatch(r"(\S+) \((\d+) bytes\)", words)
+        assert found is not None, words
+        size, exactly = found.groups()
         assert int(exactly) == num_bytes and len(size) <= 10
         assert num_bytes <= Size.parse(size).resolve(0) <= num_bytes * 1.011
 
