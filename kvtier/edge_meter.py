@@ -42,7 +42,7 @@ class StepClock:
         return total_s if since_s is None else total_s + self.clock_s() - since_s
 
 
-_Moment = tuple[float, float]
+Moment = tuple[float, float]
 """A time, and what the clock of steps said then."""
 
 
@@ -62,7 +62,7 @@ class EdgeMeter:
     def __init__(self, steps: StepClock) -> None:
         self._steps, self._lock = steps, threading.Lock()
         self._num_open = 0
-        self._since: _Moment = 0.0, 0.0
+        self._since: Moment = 0.0, 0.0
         """Up to when the busy time is counted, while anything is under way."""
         self._busy_s = self._step_busy_s = self._step_bytes = 0.0
         self._bytes = 0
@@ -70,7 +70,7 @@ class EdgeMeter:
         self._window_bytes = self._window_arrived = self._window_most_open = 0
         self._window_s = 0.0
 
-    def begin(self) -> _Moment:
+    def begin(self) -> Moment:
         """A transfer begins; what `end` wants to know. O(1)."""
         with self._lock:
             now = self._now()
@@ -80,7 +80,7 @@ class EdgeMeter:
             self._window_most_open = max(self._window_most_open, self._num_open)
             return now
 
-    def end(self, began: _Moment, num_bytes: int) -> None:
+    def end(self, began: Moment, num_bytes: int) -> None:
         """It has ended, and brought so many bytes; 0 if it failed. O(1)."""
         with self._lock:
             now = self._now()
@@ -113,7 +113,7 @@ class EdgeMeter:
             peak_bytes_s = max(self._best_bytes_s, self._bytes / self._busy_s)
             return EdgeUse(int(self._step_bytes), self._step_busy_s, peak_bytes_s)
 
-    def _advance(self, now: _Moment) -> None:
+    def _advance(self, now: Moment) -> None:
         """Count the time in which something was under way, up to now."""
         busy_s = now[0] - self._since[0]
         self._busy_s += busy_s
@@ -121,7 +121,7 @@ class EdgeMeter:
         self._step_busy_s += max(0.0, now[1] - self._since[1])  # less where a step never ended
         self._since = now
 
-    def _now(self) -> _Moment:
+    def _now(self) -> Moment:
         now_s = self._steps.clock_s()
         total_s, since_s = self._steps.state
         # The step may have begun since the time was read.

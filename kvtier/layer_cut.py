@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.plan import Source
@@ -25,15 +26,22 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSources:
+    """Sources whose slices of a layer are attended to at once, in plan order."""
+
+    sources: Sequence[Source]
+    pieces: Sequence[Piece]
+    num_slices: Mapping[Tier, int]
+    """How many of them lie on each tier; those on which none does are left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCut:
     """The same for each layer of a plan: blocks span all layers."""
 
     group_slices: int = 0
     """Of a group at most; 0 before the first plan."""
-    groups: Sequence[Sequence[Source]] = ()
-    """In plan order."""
-    pieces: Sequence[Sequence[Piece]] = ()
-    """Of each group."""
+    groups: Sequence[GroupSources] = ()
 
 
 def even_group_slices(num_sources: int, num_buffers: int) -> int:
@@ -43,21 +51,15 @@ def even_group_slices(num_sources: int, num_buffers: int) -> int:
     return -(-num_sources // num_groups)
 
 
-def cut_layer(sources: Sequence[Source], group_slices: int, *, num_threads: int, num_together: int) -> LayerCut:
-    """Args:
-    num_threads: for each tier, among which its slices of a group are shared out.
-    num_together: slices of the nvme tier in one piece at least, if there are so many.
-    """
-    groups = [sources[first : first + group_slices] for first in range(0, len(sources), group_slices)]
-    return LayerCut(group_slices, groups, [_cut_group(group, num_threads, num_together) for group in groups])
+def cut_layer(sources: Sequence[Source], group_slices: int, num_threads: Mapping[Tier, int]) -> LayerCut:
+    """`num_threads`: among which a tier's slices of a group are shared out."""
+    cuts = (sources[first : first + group_slices] for first in range(0, len(sources), group_slices))
+    return LayerCut(group_slices, [_cut_group(members, num_threads) for members in cuts])
 
 
-def _cut_group(members: Sequence[Source], num_threads: int, num_together: int) -> list[Piece]:
-    """Pieces of a group, each of one tier and for one thread."""
-    most = {}
-    for tier in Tier:
-        num_own = sum(source.tier is tier for source in members)
-        most[tier] = max(-(-num_own // num_threads), num_together if tier is Tier.NVME else 1)
+def _cut_group(members: Sequence[Source], num_threads: Mapping[Tier, int]) -> GroupSources:
+    num_slices = Counter(source.tier for source in members)
+    most = {tier: -(-num_own // num_threads[tier]) for tier, num_own in num_slices.items()}
     pieces, start = list[Piece](), 0
     for end in range(1, len(members) + 1):
         tier = members[start].tier
@@ -65,4 +67,4 @@ def _cut_group(members: Sequence[Source], num_threads: int, num_together: int) -
             sources = members[start:end]
             pieces.append(Piece(tier, start, sources, [source.slot for source in sources]))
             start = end
-    return pieces
+    return GroupSources(members, pieces, num_slices)

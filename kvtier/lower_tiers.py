@@ -16,6 +16,7 @@ from kvtier.config_tiers import NvmeTierConfig
 from kvtier.errors import BudgetError, FolderInUseError
 from kvtier.log import logger
 from kvtier.size import size_and_bytes
+from kvtier.slice_reads import ReadThreads
 from kvtier.stores.base import Store
 from kvtier.stores.cpu import CpuStore
 from kvtier.stores.nvme import NvmeStore
@@ -25,7 +26,6 @@ from kvtier.stores.temporary_folders import give_up, sweep_stale, temporary_fold
 from kvtier.types import BlockShape, IoMode, LayerGroup, Tier
 
 DIRECT_STREAM_THREADS = 32
-TOGETHER_BYTES = 4 << 20  # of slices that one thread reads together: enough for a disk; others verify meanwhile
 
 
 @contextmanager
@@ -111,14 +111,13 @@ def build_lower(
             stores[Tier.CPU] = CpuStore(shape, num_slots, device.type == "cuda", joined)
 
 
-def streaming(nvme: Store | None, num_threads: int, ring_slices: int) -> dict[str, int]:
-    """How reads that are streamed are spread over threads: `num_threads` and `num_together` of the ring."""
+def read_threads(nvme: Store | None, num_threads: int, ring_slices: int, *, is_on_host: bool) -> ReadThreads:
+    """How reads that are streamed are spread over threads. `is_on_host`: they go straight to where attention is."""
     if not isinstance(nvme, NvmeStore) or nvme.io.mode is not IoMode.DIRECT:
-        return {"num_threads": num_threads}
-    if nvme.reads_together:
-        return {"num_threads": num_threads, "num_together": max(1, TOGETHER_BYTES // nvme.shape.slice_bytes)}
+        return ReadThreads(num_threads, num_threads)
     # Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing.
-    return {"num_threads": max(num_threads, min(DIRECT_STREAM_THREADS, ring_slices))}
+    of_files = max(num_threads, min(DIRECT_STREAM_THREADS, ring_slices))
+    return ReadThreads(num_threads, of_files, lambda: is_on_host and nvme.reads_together)
 
 
 def _nvme_root(nvme: NvmeTierConfig) -> Path:

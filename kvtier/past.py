@@ -128,12 +128,12 @@ class Past:
         slice_bytes, metrics = self._memory.group.shape.slice_bytes, self._memory.metrics
         for group in ring.groups(position):
             yield group.sources, group.keys, group.values
-            for source in group.sources:
-                metrics.bytes_moved[(source.tier, Tier.GPU)] += slice_bytes
-                self._count(1, source.tier)
-                if source.tier is Tier.NVME:
-                    metrics.nvme_sole_reads += 1
-                    self._metrics.nvme_read_bytes += slice_bytes
+            for tier, num_slices in group.num_slices.items():
+                metrics.bytes_moved[(tier, Tier.GPU)] += num_slices * slice_bytes
+                self._count(num_slices, tier)
+                if tier is Tier.NVME:
+                    metrics.nvme_sole_reads += num_slices
+                    self._metrics.nvme_read_bytes += num_slices * slice_bytes
 
     def _count_resident(self) -> None:
         for tier, num_slices in self.places.num_resident:

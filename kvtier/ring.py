@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
 from kvtier.layer_cut import LayerCut, cut_layer, even_group_slices
 from kvtier.metrics import Metrics, Stall
 from kvtier.plan import Source, StepPlan
-from kvtier.slice_reads import Cell, Read, ReadSlices, SliceReads
+from kvtier.slice_reads import BeginSlices, Cell, Read, ReadThreads, SliceReads
 from kvtier.stores.staging import page_aligned
 from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
 
@@ -31,6 +31,8 @@ class Group:
     """
 
     sources: Sequence[Source]
+    num_slices: Mapping[Tier, int]
+    """How many of them come from each tier."""
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -54,20 +56,14 @@ class SliceRing:
         dtype: torch.dtype,
         device: Device,
         *,
-        read_slices: ReadSlices,
+        begin_slices: BeginSlices,
         prefetch: PrefetchPolicy,
         metrics: Metrics,
-        num_threads: int,
+        threads: ReadThreads,
         io_timeout_s: float,
         breaker: Breaker | None = None,
-        num_together: int = 1,
     ) -> None:
-        """Args:
-        num_threads: for the nvme tier, and as many for memory.
-        num_together: slices of the nvme tier that one read had better bring, if there are so many: a store that reads
-            several at once leaves more of the processor to the model.
-        breaker: the nvme tier's: it is told of reads that hang.
-        """
+        """`breaker`: the nvme tier's: it is told of reads that hang."""
         if num_slices < 2:
             raise IntegrityError(f"a ring needs at least 2 slices, got {num_slices}")
         num_spare = int(num_slices > 2)
@@ -83,11 +79,10 @@ class SliceRing:
         heads, tokens = shape.kv_heads, shape.block_tokens
         self._keys = self._bytes[:, : shape.key_bytes].view(dtype).view(total, heads, tokens, shape.key_dim)
         self._values = self._bytes[:, shape.key_bytes :].view(dtype).view(total, heads, tokens, shape.value_dim)
+        self._views_of: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._prefetch, self._metrics = prefetch, metrics
-        self._num_threads, self._num_together = num_threads, num_together
-        self._reads = SliceReads(
-            self._bytes, read_slices, num_threads=num_threads, io_timeout_s=io_timeout_s, breaker=breaker
-        )
+        self._threads = threads
+        self._reads = SliceReads(self._bytes, begin_slices, threads=threads, io_timeout_s=io_timeout_s, breaker=breaker)
         self._reads_of: dict[int, dict[Future[None], Read]] = {}
         self._free: deque[Cell] = deque()
         self._cell_of: dict[int, Cell] = {}
@@ -139,9 +134,7 @@ class SliceRing:
                 "is left to stream through: raise tiers.gpu.budget, or check the disk"
             )
         self._num_cells_now = len(self._free)
-        self._cut = cut_layer(
-            plan.streamed, self._free[0].num_slices, num_threads=self._num_threads, num_together=self._num_together
-        )
+        self._cut = cut_layer(plan.streamed, self._free[0].num_slices, self._threads.by_tier())
         self._next_read = self._next_use = 0
         self._advance(0)
 
@@ -151,6 +144,7 @@ class SliceRing:
             return
         used = self._device.record()  # behind whatever has used them as other cells
         self._cells = [Cell(number * size, size, used) for number in range(self._num_usable // size)]
+        self._views_of.clear()
 
     def groups(self, layer: int) -> Iterator[Group]:
         """The layer's groups in plan order, each waited for. Layers must be asked for in order, each once.
@@ -184,7 +178,7 @@ class SliceRing:
         self._next_use, self._next_read = 0, self._next_read - total
         self._reads_of = {number - total: reads for number, reads in self._reads_of.items()}
         self._cell_of = {number - total: cell for number, cell in self._cell_of.items()}
-        self._places = frozenset((source.tier, source.slot) for group in self._cut.groups for source in group)
+        self._places = frozenset((source.tier, source.slot) for group in self._cut.groups for source in group.sources)
 
     def leave(self, tier: Tier, slot: Slot) -> None:
         """A slot is given up, between steps: nothing is read from it any more when this returns.
@@ -225,10 +219,12 @@ class SliceRing:
 
     def _advance(self, layer: int) -> None:
         # Looking ahead, the layers of the next step come behind the last of this one.
-        num_layers = self._shape.num_layers * (2 if self._looks_ahead else 1)
+        num_layers, num_groups = self._shape.num_layers * (2 if self._looks_ahead else 1), len(self._cut.groups)
+        last = min(self._next_use + self._num_cells_now, num_layers * num_groups)
+        if self._next_read >= last:  # most often: all cells are in use or read into
+            return
         allowed = {layer, *self._prefetch.layers_ahead(layer, num_layers)}
-        last = min(self._next_use + self._num_cells_now, num_layers * len(self._cut.groups))
-        while self._next_read < last and self._next_read // len(self._cut.groups) in allowed:
+        while self._next_read < last and self._next_read // num_groups in allowed:
             self._request(self._next_read)
             self._next_read += 1
 
@@ -237,18 +233,14 @@ class SliceRing:
         used, cell.used = cell.used, DONE
         self._cell_of[number] = cell
         reads = self._reads_of[number] = {}
-        for piece in self._cut.pieces[number % len(self._cut.groups)]:
+        for piece in self._cut.groups[number % len(self._cut.groups)].pieces:
             future, read = self._reads.start(layer, cell, piece, used)
             reads[future] = read
 
     def _arrived(self, number: int) -> Group:
-        started_s = time.monotonic()
         reads = self._reads_of[number]
-        late = self._reads.late(reads)
-        last = max(reads.values(), key=lambda read: (read.ended_s, read.piece.tier))
-        self._metrics.stalls[Stall.of_stream(last.piece.tier)] += time.monotonic() - started_s
-        if late:
-            self._reads.pass_deadline(late)
+        if not all([future.done() for future in reads]):  # most often they are: they were read ahead
+            self._wait(reads)
         del self._reads_of[number]
         for read in reads.values():
             self._device.compute_waits_for(read.arrived)
@@ -263,9 +255,25 @@ class SliceRing:
             finally:
                 # Its traceback names this frame: what both hold, the caller's cache too, would wait for the collector.
                 del told, failed, reads
-        sources, first = self._cut.groups[number % len(self._cut.groups)], self._cell_of[number].first
-        view = slice(first, first + len(sources))
-        return Group(sources, self._keys[view], self._values[view])
+        group, cell = self._cut.groups[number % len(self._cut.groups)], self._cell_of[number]
+        keys, values = self._views(cell.first, len(group.sources))
+        return Group(group.sources, group.num_slices, keys, values)
+
+    def _wait(self, reads: Mapping[Future[None], Read]) -> None:
+        started_s = time.monotonic()
+        late = self._reads.late(reads)
+        last = max(reads.values(), key=lambda read: (read.ended_s, read.piece.tier))
+        self._metrics.stalls[Stall.of_stream(last.piece.tier)] += time.monotonic() - started_s
+        if late:
+            self._reads.pass_deadline(late)
+
+    def _views(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of some slices of the ring. Made once for a cut: two views take as long as a short attention call."""
+        found = self._views_of.get((first, count))
+        if found is None:
+            view = slice(first, first + count)
+            found = self._views_of[first, count] = self._keys[view], self._values[view]
+        return found
 
     def drain(self) -> None:
         """Drop reads that have not begun and wait for those that run: no buffer or slot is in use afterwards.

@@ -19,7 +19,7 @@ from kvtier.host_attention import HostShare
 from kvtier.labels import Labels
 from kvtier.load_or_recompute import Meter
 from kvtier.log import logger
-from kvtier.lower_tiers import budget_error, build_lower, gpu_budget, streaming
+from kvtier.lower_tiers import budget_error, build_lower, gpu_budget, read_threads
 from kvtier.manager import TierManager
 from kvtier.metrics import Metrics
 from kvtier.origin import Source
@@ -178,10 +178,12 @@ class Runtime:
                 self.gpu_budget.ring_slices,
                 dtype,
                 device,
-                read_slices=engine.read_slices,
+                begin_slices=engine.begin_slices,
                 prefetch=prefetch,
                 metrics=self.metrics,
-                **streaming(nvme, config.io_threads, self.gpu_budget.ring_slices),
+                threads=read_threads(
+                    nvme, config.io_threads, self.gpu_budget.ring_slices, is_on_host=not device.is_async
+                ),
                 io_timeout_s=config.io_timeout_s,
                 breaker=self.placement.breakers.get(Tier.NVME),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -15,11 +16,13 @@ from kvtier.breaker import Breaker
 from kvtier.device import DONE, Event
 from kvtier.errors import BlockLostError, StoreError, TransferTimeoutError
 from kvtier.layer_cut import Piece
+from kvtier.read_lane import ReadLane
 from kvtier.types import Slot, Tier
 from kvtier.workers import Workers
 
-ReadSlices = Callable[[Tier, Sequence[Slot], int, torch.Tensor, Event], tuple[Event, Sequence[StoreError | None]]]
-"""As `TransferEngine.read_slices`."""
+EndOfStream = Callable[[], tuple[Event, Sequence[StoreError | None]]]
+BeginSlices = Callable[[Tier, Sequence[Slot], int, torch.Tensor, Event], EndOfStream]
+"""As `TransferEngine.begin_slices`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +52,28 @@ class Read:
     """When; infinity before."""
 
 
+_LANE = "kvtier-stream-nvme"
+
+
+def _nothing() -> None:
+    """What ends a read that was not begun: its step is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadThreads:
+    """How many threads read slices for a ring."""
+
+    of_memory: int
+    of_files: int
+    """From the nvme tier, each a part of a group, where they are not read together."""
+    reads_together: Callable[[], bool] = lambda: False
+    """Whether the nvme tier now reads many slices at a time by one thread."""
+
+    def by_tier(self) -> dict[Tier, int]:
+        """Among how many a tier's slices of a group are shared out."""
+        return {Tier.CPU: self.of_memory, Tier.NVME: 1 if self.reads_together() else self.of_files}
+
+
 class SliceReads:
     """Reads that are queued or run, each with its cell.
 
@@ -61,22 +86,25 @@ class SliceReads:
     def __init__(
         self,
         buffers: torch.Tensor,
-        read_slices: ReadSlices,
+        begin_slices: BeginSlices,
         *,
-        num_threads: int,
+        threads: ReadThreads,
         io_timeout_s: float,
         breaker: Breaker | None,
     ) -> None:
         """Args:
         buffers: what cells count in, `[num_slices, slice_bytes]`.
-        num_threads: for the nvme tier, and as many for memory.
         breaker: the nvme tier's: it is told of reads that hang.
         """
-        self._buffers, self._read_slices = buffers, read_slices
+        self._buffers, self._begin_slices = buffers, begin_slices
         self.io_timeout_s, self._breaker = io_timeout_s, breaker
         # Threads that hang on nvme must not be what reads of the cpu tier wait for.
-        self._files = Workers(num_threads, "kvtier-stream-nvme")
-        self._memory = Workers(num_threads, "kvtier-stream")
+        self._files = Workers(threads.of_files, "kvtier-stream-nvme")
+        self._memory = Workers(threads.of_memory, "kvtier-stream")
+        self._reads_together = threads.reads_together
+        self._lane = ReadLane(_LANE)
+        self._left_lanes: list[ReadLane] = []
+        """Those in which a read hangs, or hung."""
         self._running: dict[Read, None] = {}
         self._changed = threading.Condition()
         self._generation = 0
@@ -94,14 +122,15 @@ class SliceReads:
 
     def start(self, layer: int, cell: Cell, piece: Piece, used: Event) -> tuple[Future[None], Read]:
         """Queue a read, which begins behind `used`. Its future raises BlockLostError for slices that cannot be read."""
-        workers = self._files if piece.tier is Tier.NVME else self._memory
         read = Read(self._generation, layer, cell, piece, used)
-        return workers.submit(self._guarded_read, read), read
+        if piece.tier is not Tier.NVME:
+            return self._memory.submit(self._read, read), read
+        if self._reads_together():
+            return self._lane.submit(self._begin, read), read
+        return self._files.submit(self._read, read), read
 
     def late(self, reads: Mapping[Future[None], Read]) -> list[Read]:
         """Wait for these; those that have passed their deadline."""
-        if all([future.done() for future in reads]):  # most often: they were read ahead
-            return []
         late = wait(reads, timeout=self.io_timeout_s).not_done
         if late and all(reads[future].piece.tier is not Tier.NVME for future in late):
             # Memory does not hang: the machine is busy, or the process was stopped meanwhile.
@@ -145,29 +174,47 @@ class SliceReads:
             have_ended = not self._running
         for workers in (self._files, self._memory):
             workers.close(wait=have_ended)
+        for lane in (self._lane, *self._left_lanes):
+            lane.close(wait=have_ended)
         return have_ended
 
-    def _guarded_read(self, read: Read) -> None:
+    def _read(self, read: Read) -> None:
+        self._begin(read)()
+
+    def _begin(self, read: Read) -> Callable[[], None]:
+        """Begin a read, and return what ends it, both for its thread."""
         # Counted by the reader itself, not by whoever holds its future: an exception may come between submitting a read
         # and noting its future, and a late read must never write into a buffer that another step uses.
         with self._changed:
             if read.generation != self._generation:
-                return
+                return _nothing
             self._running[read] = None
-        try:
-            self._read(read)
-        finally:
-            read.ended_s = time.monotonic()
-            with self._changed:
-                del self._running[read]
-                if read.is_overdue and self._breaker is not None:
-                    self._breaker.ended(read)
-                self._changed.notify_all()
-
-    def _read(self, read: Read) -> None:
         piece, first = read.piece, read.cell.first + read.piece.first
-        out = self._buffers[first : first + len(piece.sources)]
-        read.arrived, failures = self._read_slices(piece.tier, piece.slots, read.layer, out, read.used)
+        try:
+            out = self._buffers[first : first + len(piece.sources)]
+            end = self._begin_slices(piece.tier, piece.slots, read.layer, out, read.used)
+        except BaseException:
+            self._has_ended(read)
+            raise
+        return functools.partial(self._end, read, end)
+
+    def _end(self, read: Read, end: EndOfStream) -> None:
+        try:
+            self._finish(read, end)
+        finally:
+            self._has_ended(read)
+
+    def _has_ended(self, read: Read) -> None:
+        read.ended_s = time.monotonic()
+        with self._changed:
+            del self._running[read]
+            if read.is_overdue and self._breaker is not None:
+                self._breaker.ended(read)
+            self._changed.notify_all()
+
+    def _finish(self, read: Read, end: EndOfStream) -> None:
+        piece = read.piece
+        read.arrived, failures = end()
         lost = [(source, error) for source, error in zip(piece.sources, failures, strict=True) if error is not None]
         if lost:
             source, cause = lost[0]
@@ -186,6 +233,10 @@ class SliceReads:
                     self._breaker.overdue(read, f"a read took longer than io_timeout_s ({self.io_timeout_s:g} s)")
         if self._breaker is not None:
             self._breaker.look()
+        # Whatever comes next does not queue up behind them.
+        self._lane.close(wait=False)
+        self._left_lanes.append(self._lane)
+        self._lane = ReadLane(_LANE)
         return hung
 
     def _all_are_overdue(self) -> bool:

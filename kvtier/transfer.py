@@ -14,13 +14,17 @@ from contextlib import contextmanager
 import torch
 
 from kvtier.device import DONE, Device, Event
-from kvtier.edge_meter import EdgeMeters
+from kvtier.edge_meter import EdgeMeter, EdgeMeters, Moment
 from kvtier.errors import ClosedError, NoSpaceError, StoreError
 from kvtier.load_or_recompute import Meter
-from kvtier.stores.base import Store
+from kvtier.stores.base import EndOfSlices, Store
 from kvtier.stores.slab import SlabStore
 from kvtier.types import Move, MoveResult, MoveStatus, Slot, Tier
 from kvtier.workers import Workers
+
+Streamed = tuple[Event, list[StoreError | None]]
+EndOfStream = Callable[[], Streamed]
+"""As `TransferEngine.begin_slices` returns it."""
 
 
 class TransferEngine:
@@ -201,23 +205,40 @@ class TransferEngine:
             buffer.until = device.copy_up([(block, buffer.host)], ready)
             buffer.until.synchronize()
 
-    def read_slices(
+    def begin_slices(
         self, tier: Tier, slots: Sequence[Slot], layer: int, out: torch.Tensor, after: Event
-    ) -> tuple[Event, list[StoreError | None]]:
-        """Stream one slice of each slot to the compute device, on the calling thread, as soon as `after` is done.
+    ) -> EndOfStream:
+        """Begin to stream one slice of each slot to the compute device, on the calling thread, behind `after`.
 
         Args:
             out: `[len(slots), slice_bytes]` uint8 on the compute device, a row for each.
 
         Returns:
-            The event behind which they are there, on a device with queues. Until then the slots must keep them.
-            What kept each from being read; None: it was. The row of one that was not holds garbage.
+            What ends it, on the same thread. That returns the event behind which they are there, on a device with
+            queues (until then the slots must keep them), and what kept each from being read; None: it was. The row of
+            one that was not holds garbage.
+
+        Raises:
+            What is nobody's fault but the caller's: nothing was begun.
         """
-        meter, num_bytes = self.edges[tier, Tier.GPU], 0
-        began, arrived = meter.begin(), DONE
+        store, meter = self._stores[tier], self.edges[tier, Tier.GPU]
+        began = meter.begin()
+        end: EndOfStream
         try:
-            arrived, failures = self._read_slices(tier, slots, layer, out, after)
-            num_bytes = failures.count(None) * self._stores[tier].shape.slice_bytes
+            if self._gpu is not None:
+                end = functools.partial(self._stream_by_device, store, slots, layer, out, after)
+            else:
+                end = self._begin_on_host(tier, slots, layer, out)
+        except BaseException:
+            meter.end(began, 0)
+            raise
+        return functools.partial(self._end_slices, meter, began, store.shape.slice_bytes, end)
+
+    def _end_slices(self, meter: EdgeMeter, began: Moment, slice_bytes: int, end: EndOfStream) -> Streamed:
+        num_bytes, arrived = 0, DONE
+        try:
+            arrived, failures = end()
+            num_bytes = failures.count(None) * slice_bytes
             return arrived, failures
         finally:
             if arrived is DONE:
@@ -232,26 +253,31 @@ class TransferEngine:
             while self._arriving and self._arriving[0][0].is_done():
                 self._arriving.popleft()[1]()
 
-    def _read_slices(
-        self, tier: Tier, slots: Sequence[Slot], layer: int, out: torch.Tensor, after: Event
-    ) -> tuple[Event, list[StoreError | None]]:
+    def _begin_on_host(self, tier: Tier, slots: Sequence[Slot], layer: int, out: torch.Tensor) -> EndOfStream:
         store = self._stores[tier]
-        if self._gpu is not None:
-            return self._stream_by_device(store, slots, layer, out, after)
         if tier is not Tier.NVME:
-            return DONE, store.read_slices(slots, layer, out)
-        num_bytes = 0
+            end = store.begin_slices(slots, layer, out)
+            return lambda: (DONE, end())
         self.nvme_reads.begin()
         try:
-            failures = store.read_slices(slots, layer, out)
-            num_bytes = failures.count(None) * store.shape.slice_bytes
+            end = store.begin_slices(slots, layer, out)
+        except BaseException:
+            self.nvme_reads.end(0)
+            raise
+        return functools.partial(self._end_from_files, end, store.shape.slice_bytes)
+
+    def _end_from_files(self, end: EndOfSlices, slice_bytes: int) -> Streamed:
+        num_bytes = 0
+        try:
+            failures = end()
+            num_bytes = failures.count(None) * slice_bytes
         finally:
             self.nvme_reads.end(num_bytes)
         return DONE, failures
 
     def _stream_by_device(
         self, store: Store, slots: Sequence[Slot], layer: int, out: torch.Tensor, after: Event
-    ) -> tuple[Event, list[StoreError | None]]:
+    ) -> Streamed:
         """Slice by slice: each is as long as a copy should be, and staging has no room for all of them."""
         arrived, failures = DONE, list[StoreError | None]()
         for slot, row in zip(slots, out, strict=True):

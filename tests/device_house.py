@@ -18,6 +18,7 @@ from kvtier.stores.cpu import CpuStore
 from kvtier.stores.gpu import GpuStore
 from kvtier.transfer import TransferEngine
 from kvtier.types import BlockId, BlockShape, Move, MovePurpose, MoveResult, MoveStatus, Slot, Tier
+from tests.rings import threads
 
 SHAPE = BlockShape(num_layers=3, kv_heads=2, block_tokens=4, key_dim=8, value_dim=8, element_bytes=4)
 NUM_STEPS = 4
@@ -77,8 +78,8 @@ def attend_over_tiers(
     gpu.slab().fill_(0xFF)
     engine = TransferEngine({Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: files}, 2, device)
     ring = SliceRing(
-        SHAPE, 5, torch.float32, device, read_slices=engine.read_slices, prefetch=NextLayers(depth=2),
-        metrics=Metrics(), num_threads=2, io_timeout_s=20.0,
+        SHAPE, 5, torch.float32, device, begin_slices=engine.begin_slices, prefetch=NextLayers(depth=2),
+        metrics=Metrics(), threads=threads(2), io_timeout_s=20.0,
     )  # fmt: skip
     ring._bytes.fill_(0xFF)
     # block, layer, K or V, head, token, dim

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from kvtier.device import DONE, Event
 from kvtier.errors import StoreError
-from kvtier.slice_reads import ReadSlices
+from kvtier.slice_reads import BeginSlices, ReadThreads
 from kvtier.types import Slot, Tier
 
 
-def one_by_one(read_slice: Callable[[Tier, Slot, int, torch.Tensor, Event], Event | None]) -> ReadSlices:
-    """A reader of several slices that is called for each; StoreError is what kept it from being read."""
+def one_by_one(read_slice: Callable[[Tier, Slot, int, torch.Tensor, Event], Event | None]) -> BeginSlices:
+    """A reader of several slices that is called for each; StoreError is what kept it from being read.
+
+    It reads when it is asked to end.
+    """
 
     def read_slices(
         tier: Tier, slots: Sequence[Slot], layer: int, out: torch.Tensor, after: Event
@@ -27,4 +31,9 @@ def one_by_one(read_slice: Callable[[Tier, Slot, int, torch.Tensor, Event], Even
                 failures.append(error)
         return arrived, failures
 
-    return read_slices
+    return lambda *arguments: functools.partial(read_slices, *arguments)
+
+
+def threads(number: int) -> ReadThreads:
+    """As many for memory as for files."""
+    return ReadThreads(number, number)

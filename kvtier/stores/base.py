@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kvtier.errors import StoreError
 from kvtier.types import BlockShape, Slot, SlotLabel, Tier
+
+EndOfSlices = Callable[[], list[StoreError | None]]
+"""As `Store.begin_slices` returns it."""
 
 
 class Store(ABC):
@@ -67,6 +71,18 @@ class Store(ABC):
             except StoreError as error:
                 failures.append(error)
         return failures
+
+    def begin_slices(self, slots: Sequence[Slot], layer: int, out: torch.Tensor) -> EndOfSlices:
+        """Begin to read as `read_slices`, and return what ends it: it returns and raises what `read_slices` does.
+
+        To be called on the same thread, also by who needs nothing of it any more. Until it has returned `out` may be
+        written to. One thread may so have several reads under way, and verify one while the next comes from the disk.
+
+        Raises as `read_slices`: nothing was begun.
+
+        Cost: as `read_slices`, all of it at the end, unless a store can do better.
+        """
+        return functools.partial(self.read_slices, slots, layer, out)
 
     @abstractmethod
     def used_bytes(self) -> int:

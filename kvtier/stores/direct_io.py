@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -10,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.log import logger
-from kvtier.stores.file_io import PAGE_BYTES, Bytes, FileIo, OpenFile, read_all, write_all
-from kvtier.stores.kernel_aio import KernelAio
+from kvtier.stores.file_io import PAGE_BYTES, Bytes, EndOfRows, FileIo, OpenFile, read_all, write_all
+from kvtier.stores.kernel_aio import AioReads, KernelAio
 from kvtier.stores.staging import BUFFER_BYTES, StagingPool
 from kvtier.types import IoMode
 
-_AIO_DEPTH = 32
-"""Reads of one thread in flight at most: 16 keep a disk busy."""
+_AIO_DEPTH = 64
+"""Reads of one thread in flight at most: 16 keep a disk busy, and those of several layers wait for their turn here."""
 
 
 class DirectIo(FileIo):
@@ -48,14 +49,22 @@ class DirectIo(FileIo):
         if end < out.nbytes:
             self._read_staged(file, offset_bytes + end, out[end:])
 
-    def read_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> Sequence[bool]:
+    def begin_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> EndOfRows:
         is_whole = not out.shape[1] % PAGE_BYTES and not out.__array_interface__["data"][0] % PAGE_BYTES
         aio = self._aio() if is_whole and len(places) > 1 else None
         if aio is None or any(offset_bytes % PAGE_BYTES for _, offset_bytes in places):
-            return [False] * len(places)
-        fds, offsets = [file.fd for file, _ in places], [offset_bytes for _, offset_bytes in places]
+            return super().begin_rows(places, out)
         try:
-            filled: list[bool] = (aio.read(fds, offsets, out) == out.shape[1]).tolist()
+            reads = aio.begin([file.fd for file, _ in places], [offset_bytes for _, offset_bytes in places], out)
+        except OSError as error:
+            self._go_without(error)
+            return super().begin_rows(places, out)
+        return functools.partial(self._end_rows, aio, reads, places)
+
+    def _end_rows(self, aio: KernelAio, reads: AioReads, places: Sequence[tuple[OpenFile, int]]) -> Sequence[bool]:
+        """`places` keeps the descriptors open as long as the kernel reads from them."""
+        try:
+            filled: list[bool] = (aio.end(reads) == reads.out.shape[1]).tolist()
         except OSError as error:
             self._go_without(error)
             return [False] * len(places)

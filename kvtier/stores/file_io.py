@@ -7,7 +7,7 @@ import errno
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,8 @@ PAGE_BYTES = 4096  # the file system's block, to which slots are aligned, and wh
 _STALLS_MAX = 8  # calls in a row that end without a whole page: no disk does this, a broken file system might
 
 Bytes = npt.NDArray[np.uint8]
+EndOfRows = Callable[[], Sequence[bool]]
+"""As `FileIo.begin_rows` returns it."""
 
 
 def close_fd(fd: int) -> None:
@@ -46,7 +48,7 @@ class FileIo(ABC):
 
     mode: IoMode
     reads_together = False
-    """Whether `read_rows` reads rows of whole pages together."""
+    """Whether `begin_rows` reads rows of whole pages together."""
 
     def prepare(self, fd: int) -> None:
         """Set a new descriptor up for this way. Raises OSError (EINVAL where the file system refuses it)."""
@@ -57,15 +59,16 @@ class FileIo(ABC):
     def read(self, file: OpenFile, offset_bytes: int, out: Bytes) -> None:
         """Fill `out`, which is contiguous. Raises ShortReadError at the file's end, OSError; `out` is then garbage."""
 
-    def read_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> Sequence[bool]:
-        """Read rows of `out` (`[n, row_bytes]`, contiguous), each from its file and offset.
+    def begin_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> EndOfRows:
+        """Begin to read rows of `out` (`[n, row_bytes]`, contiguous), each from its file and offset.
 
         Only where this way reads several at once for less than it reads each.
 
-        Returns which rows are filled. The others are left to `read`, and so are all errors: nothing is raised for a
-        medium that fails. Nothing writes into `out` when this has returned.
+        Returns what ends it, to be called on the same thread: it waits, and says which rows are filled. The others are
+        left to `read`, and so are all errors: nothing is raised for a medium that fails. Until it has returned the rows
+        may be written to; from then on nothing does.
         """
-        return [False] * len(places)
+        return lambda: [False] * len(places)
 
     @abstractmethod
     def write(self, file: OpenFile, offset_bytes: int, data: Bytes) -> None:

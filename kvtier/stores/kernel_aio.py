@@ -32,6 +32,21 @@ _IOCB = np.dtype(
 _EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
 
 
+class AioReads:
+    """Reads that were begun together.
+
+    Attributes:
+        results: of each how many bytes were read, as `pread` says it, or minus the errno; -ECANCELED until it has
+            ended, and of one whose result is lost.
+    """
+
+    def __init__(self, fds: Sequence[int], offsets: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        self.fds, self.offsets = fds, offsets
+        self.out = out  # it stays as long as the kernel may write into it
+        self.results = np.full(len(fds), -errno.ECANCELED, np.int64)
+        self.num_begun = self.num_ended = 0
+
+
 class KernelAio:
     """Reads of one thread, up to `depth` of them in flight."""
 
@@ -46,9 +61,13 @@ class KernelAio:
         self.depth = depth
         self._iocbs, self._events = np.zeros(depth, _IOCB), np.zeros(depth, _EVENT)
         self._iocbs["opcode"], self._iocbs["data"] = _PREAD, np.arange(depth)
-        first = self._iocbs.ctypes.data
-        self._pointers = first + _IOCB.itemsize * np.arange(depth, dtype=np.uint64)
+        self._addresses = self._iocbs.ctypes.data + _IOCB.itemsize * np.arange(depth, dtype=np.uint64)
+        self._pointers = np.zeros(depth, np.uint64)
         self._first_pointer, self._first_event = self._pointers.ctypes.data, self._events.ctypes.data
+        self._free = list(range(depth))
+        """Iocbs that are not in flight."""
+        self._read_of: dict[int, tuple[AioReads, int]] = {}
+        """By iocb in flight, whose it is, and which."""
         context = ctypes.c_ulong(0)
         self._call(setup, ctypes.c_uint(depth), ctypes.byref(context))
         self._context = ctypes.c_ulong(context.value)
@@ -63,65 +82,90 @@ class KernelAio:
 
     @property
     def is_closed(self) -> bool:
-        """After `close`, and after a `read` that raised."""
+        """After `close`, and after a `begin` or `end` that raised."""
         return not self._destroy.alive
 
     def close(self) -> None:
         """Wait for reads that are under way, and give the kernel's part back. Idempotent."""
         self._destroy()
+        self._read_of.clear()
 
-    def read(self, fds: Sequence[int], offsets: Sequence[int], out: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-        """Fill the rows of `out` (`[n, row_bytes]`, contiguous), each from its descriptor and offset.
+    def begin(self, fds: Sequence[int], offsets: Sequence[int], out: npt.NDArray[np.uint8]) -> AioReads:
+        """Ask for the rows of `out` (`[n, row_bytes]`, contiguous), each from its descriptor and offset.
 
-        Returns:
-            Of each row how many bytes were read, as `pread` says it, or minus the errno. All reads have ended: nothing
-            writes into `out` any more.
+        As many as have room in flight are under way when this returns. The kernel writes into `out` from now on until
+        `end` has returned: it must be called.
+
+        Raises:
+            OSError, and whatever a signal's handler raises. It is closed then: nothing writes into `out`, nor into that
+                of reads that were begun before.
+        """
+        reads = AioReads(fds, offsets, out)
+        try:
+            self._begin_more(reads)
+        except BaseException:
+            self.close()
+            raise
+        return reads
+
+    def end(self, reads: AioReads) -> npt.NDArray[np.int64]:
+        """Wait for reads that this object began; their `results`. Nothing writes into their `out` any more.
 
         Raises:
             OSError: results cannot be had; and whatever a signal's handler raises. It is closed then: nothing writes
-                into `out`, and no later read can take these results for its own.
+                into any `out`, and no later read can take these results for its own.
         """
-        results = np.empty(len(fds), np.int64)
-        row_bytes, address = out.shape[1], out.ctypes.data
-        for start in range(0, len(fds), self.depth):
-            end = min(start + self.depth, len(fds))
-            iocbs = self._iocbs[: end - start]
-            iocbs["fd"], iocbs["offset"] = fds[start:end], offsets[start:end]
-            iocbs["buffer"], iocbs["num_bytes"] = address + row_bytes * np.arange(start, end), row_bytes
+        try:
+            while reads.num_ended < len(reads.results) and not self.is_closed:
+                self._begin_more(reads)
+                if self._read_of:  # perhaps only others', which have all the room
+                    self._take(max(1, reads.num_begun - reads.num_ended))
+        except BaseException:
+            self.close()
+            raise
+        return reads.results
+
+    def _begin_more(self, reads: AioReads) -> None:
+        """Submit what has room in flight, until the kernel takes no more for now."""
+        while num := min(len(self._free), len(reads.results) - reads.num_begun):
+            start, end = reads.num_begun, reads.num_begun + num
+            chosen = self._free[-num:]
+            iocbs, row_bytes = self._iocbs, reads.out.shape[1]
+            iocbs["fd"][chosen], iocbs["offset"][chosen] = reads.fds[start:end], reads.offsets[start:end]
+            iocbs["buffer"][chosen] = reads.out.ctypes.data + row_bytes * np.arange(start, end)
+            iocbs["num_bytes"][chosen] = row_bytes
+            self._pointers[:num] = self._addresses[chosen]
             try:
-                self._read(results[start:end])
-            except BaseException:
-                self.close()
-                raise
-        return results
+                taken = self._call(
+                    self._submit, self._context, ctypes.c_long(num), ctypes.c_void_p(self._first_pointer)
+                )
+            except OSError as error:  # it is the first one's that is told
+                if error.errno == errno.EAGAIN and self._read_of:
+                    return  # what is in flight ends first
+                reads.results[start] = -(error.errno or errno.EIO)
+                reads.num_begun, reads.num_ended = start + 1, reads.num_ended + 1
+                continue
+            for row, iocb in enumerate(chosen[:taken], start):
+                self._read_of[iocb] = reads, row
+            self._free[-num:] = chosen[taken:]
+            reads.num_begun += taken
 
-    def _read(self, results: npt.NDArray[np.int64]) -> None:
-        """Submit as many of the first iocbs as `results` is long, and wait for all of them."""
-        submitted = ended = 0
-        while ended < len(results):
-            if submitted < len(results):
-                try:
-                    left = len(results) - submitted
-                    at = self._first_pointer + submitted * self._pointers.itemsize
-                    submitted += self._call(self._submit, self._context, ctypes.c_long(left), ctypes.c_void_p(at))
-                except OSError as error:
-                    if error.errno != errno.EAGAIN or submitted == ended:  # it is the first one's that is told
-                        results[submitted], submitted, ended = -(error.errno or errno.EIO), submitted + 1, ended + 1
-                        continue
-            ended += self._take(results, submitted - ended)
-
-    def _take(self, results: npt.NDArray[np.int64], num: int) -> int:
-        """Wait for `num` reads; how many have ended. A signal ends the wait, not the reads."""
-        wanted = ctypes.c_long(num)
+    def _take(self, num: int) -> None:
+        """Wait for `num` reads, whosever they are, and note what became of them. A signal ends the wait, not them."""
+        most = len(self._read_of)
         try:
             got = self._call(
-                self._getevents, self._context, wanted, wanted, ctypes.c_void_p(self._first_event), ctypes.c_void_p()
-            )
+                self._getevents, self._context, ctypes.c_long(min(num, most)), ctypes.c_long(most),
+                ctypes.c_void_p(self._first_event), ctypes.c_void_p(),
+            )  # fmt: skip
         except InterruptedError:
-            return 0
+            return
         events = self._events[:got]
-        results[events["data"].astype(np.int64)] = events["result"]
-        return got
+        for iocb, result in zip(events["data"].tolist(), events["result"].tolist(), strict=True):
+            reads, row = self._read_of.pop(iocb)
+            reads.results[row] = result
+            reads.num_ended += 1
+            self._free.append(iocb)
 
     def _call(self, number: int, *arguments: object) -> int:
         result = int(self._syscall(ctypes.c_long(number), *arguments))

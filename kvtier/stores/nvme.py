@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from kvtier.errors import ClosedError, StoreError
 from kvtier.rate import Rate
-from kvtier.stores.base import Store
+from kvtier.stores.base import EndOfSlices, Store
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder import OwnedFolder
 from kvtier.stores.io_choice import choose_io, make_io
@@ -191,18 +192,21 @@ class NvmeStore(Store):
         self._reader.read_slice(slot, *self._written(slot), layer, out.numpy())
 
     def read_slices(self, slots: Sequence[Slot], layer: int, out: torch.Tensor) -> list[StoreError | None]:
+        return self.begin_slices(slots, layer, out)()
+
+    def begin_slices(self, slots: Sequence[Slot], layer: int, out: torch.Tensor) -> EndOfSlices:
         """As the interface says; past the page cache by two system calls for all where the kernel takes that."""
         self.check_layer(layer)
         self.check_buffer(out, len(slots) * self.shape.slice_bytes)
         try:
             places = [(slot, *self._written(slot)) for slot in slots]
-        except StoreError:
-            return super().read_slices(slots, layer, out)
-        return self._reader.read_slices(places, self._io, layer, out.numpy())
+        except StoreError:  # of one of them: by the interface each is told what is its own
+            return functools.partial(super().read_slices, slots, layer, out)
+        return self._reader.begin_slices(places, self._io, layer, out.numpy())
 
     @property
     def reads_together(self) -> bool:
-        """Whether `read_slices` takes less than reading as many slices one by one."""
+        """Whether slices are read together for less than one by one, and several such reads at a time by a thread."""
         return self._io.reads_together and not self.shape.slice_bytes % PAGE_BYTES
 
     def used_bytes(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvtier.errors import ChecksumError, StoreError
-from kvtier.stores.file_io import FileIo
+from kvtier.stores.base import EndOfSlices
+from kvtier.stores.file_io import EndOfRows, FileIo
 from kvtier.stores.segment import Segment, io_error
 from kvtier.stores.slot_format import CODEC_NONE, Bytes, Payload, checksum
 from kvtier.stores.slot_payload import PayloadCodec
@@ -64,22 +66,33 @@ class SlotReader:
                 message = f"nvme store: slot {slot}, layer {layer} of {segment.path}: {error}; nothing was served"
                 raise ChecksumError(message) from error
 
-    def read_slices(
+    def begin_slices(
         self, places: Sequence[tuple[Slot, Segment, int, Payload]], io: FileIo, layer: int, out: Bytes
-    ) -> list[StoreError | None]:
+    ) -> EndOfSlices:
         """One slice of each of several slots, into rows of `out` (`[n, slice_bytes]`): together where `io` can do that.
 
         Args:
             places: slot, segment, start and payload of each, as `read_slice` takes them.
 
-        Returns what kept each from being read; None: it is there, and is what was written.
+        Returns what ends it, on the same thread: it says what kept each from being read; None: it is there, and is what
+        was written.
         """
         wanted, size = [], self._slice_bytes
         for _, segment, start, payload in places:
             offset_bytes, num_bytes = payload.place(layer, size)
             if num_bytes == size:
                 wanted.append(segment.place(start + offset_bytes))
-        filled = io.read_rows(wanted, out) if len(wanted) == len(places) else [False] * len(places)
+        end_rows = io.begin_rows(wanted, out) if len(wanted) == len(places) else None
+        return functools.partial(self._end_slices, places, layer, out, end_rows)
+
+    def _end_slices(
+        self,
+        places: Sequence[tuple[Slot, Segment, int, Payload]],
+        layer: int,
+        out: Bytes,
+        end_rows: EndOfRows | None,
+    ) -> list[StoreError | None]:
+        filled = [False] * len(places) if end_rows is None else end_rows()
         failures: list[StoreError | None] = []
         for (slot, segment, start, payload), is_filled, row in zip(places, filled, out, strict=True):
             try:

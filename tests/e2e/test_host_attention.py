@@ -45,13 +45,13 @@ class _Reads:
         self.tiers: list[str] = []
         ring = tiered._runtime.executor.ring
         assert ring is not None
-        read_slices = ring._reads._read_slices
+        begin_slices = ring._reads._begin_slices
 
         def noted(tier: Any, slots: Any, *arguments: Any) -> Any:
             self.tiers += [tier.label] * len(slots)
-            return read_slices(tier, slots, *arguments)
+            return begin_slices(tier, slots, *arguments)
 
-        monkeypatch.setattr(ring._reads, "_read_slices", noted)
+        monkeypatch.setattr(ring._reads, "_begin_slices", noted)
 
 
 @pytest.mark.parametrize(("way", "crosses"), [("never", True), ("always", False), ("auto", False)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from kvtier import TieredKV
 from kvtier.errors import BudgetError
 from kvtier.lower_tiers import DIRECT_STREAM_THREADS
+from kvtier.stores.kernel_aio import KernelAio
 from tests.e2e.families import tiny, tokens
 
 
@@ -20,8 +23,13 @@ def _config(path: Path, io: str, **nvme: Any) -> dict[str, Any]:
     return {"block_tokens": 16, "prefill_chunk": 32, "io_threads": 2, "tiers": tiers}
 
 
-@pytest.mark.parametrize("io", ["auto", "mmap", "direct"])
-def test_generation_through_either_way(tmp_path: Path, io: str) -> None:
+@pytest.mark.parametrize(("io", "has_aio"), [("auto", True), ("mmap", True), ("direct", True), ("direct", False)])
+def test_generation_through_either_way(tmp_path: Path, io: str, has_aio: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    if not has_aio:
+        monkeypatch.setattr(KernelAio, "__init__", refused)
     model, ids = tiny("llama"), tokens(700)
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     before = threading.enumerate()
@@ -35,7 +43,7 @@ def test_generation_through_either_way(tmp_path: Path, io: str) -> None:
         if io == "direct":
             assert nvme["io"] == "direct"
             most = min(DIRECT_STREAM_THREADS, runtime.gpu_budget.ring_slices)
-            assert most > 2 and 2 <= len(streams) <= most
+            assert len(streams) == 1 if has_aio else most > 2 and 2 <= len(streams) <= most
         else:
             assert nvme["io"] == "mmap"
             assert len(streams) == 2

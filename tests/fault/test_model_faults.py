@@ -67,8 +67,10 @@ def raised(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
 
         return read
 
-    for name in ("read", "read_slice", "read_slices"):
+    for name in ("read", "read_slice"):
         monkeypatch.setattr(NvmeStore, name, counting(getattr(NvmeStore, name)))
+    begin = NvmeStore.begin_slices
+    monkeypatch.setattr(NvmeStore, "begin_slices", lambda *arguments: counting(begin(*arguments)))
     return errors
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from kvtier.errors import ChecksumError, ShortReadError, StoreError
 from kvtier.stores import direct_io
 from kvtier.stores.direct_io import DirectIo
-from kvtier.stores.kernel_aio import KernelAio
+from kvtier.stores.kernel_aio import AioReads, KernelAio
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.staging import page_aligned
 from kvtier.types import Compression, IoMode, Slot
@@ -107,14 +108,14 @@ def test_a_file_that_ends_too_early_is_a_short_read_of_those_behind_its_end(stor
 def test_what_the_kernel_did_not_read_whole_is_read_again_and_its_error_is_told(
     store: NvmeStore, monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
-    real = KernelAio.read
+    real = KernelAio.end
 
-    def spoiled(self: KernelAio, fds: Any, offsets: Any, out: Any) -> Any:
-        results = real(self, fds, offsets, out)
-        results[1], out[1] = wrong, 0x5A
+    def spoiled(self: KernelAio, reads: AioReads) -> Any:
+        results = real(self, reads)
+        results[1], reads.out[1] = wrong, 0x5A
         return results
 
-    monkeypatch.setattr(KernelAio, "read", spoiled)
+    monkeypatch.setattr(KernelAio, "end", spoiled)
     out, failures = read_together(store, [0, 1, 2], 0)
     assert failures == [None] * 3
     assert all(torch.equal(out[slot], slice_of(slot, 0)) for slot in range(3))
@@ -126,6 +127,46 @@ def test_what_the_kernel_did_not_read_whole_is_read_again_and_its_error_is_told(
     _, failures = read_together(store, [0, 1, 2], 0)
     assert failures[0] is failures[2] is None
     assert isinstance(failures[1], StoreError) and failures[1].errno == errno.EIO
+
+
+@pytest.mark.parametrize("num_reads", [2, 7, 30])
+def test_reads_that_are_begun_before_others_have_ended_each_get_their_own_bytes(
+    store: NvmeStore, monkeypatch: pytest.MonkeyPatch, num_reads: int
+) -> None:
+    """Also where all of them together are more than may be in flight: 30 of 5."""
+    forbid_single_reads(monkeypatch)
+    begun = []
+    for number in range(num_reads):
+        slots, layer = [(number + at) % NUM_SLOTS for at in range(5)], number % LARGE.num_layers
+        out = rows(5)
+        begun.append((slots, layer, out, store.begin_slices([Slot(slot) for slot in slots], layer, out)))
+    random.Random(num_reads).shuffle(begun)  # in whatever order they end
+    for slots, layer, out, end in begun:
+        assert end() == [None] * 5
+        assert all(torch.equal(row, slice_of(slot, layer)) for slot, row in zip(slots, out, strict=True))
+    out, failures = read_together(store, [4, 2], 1)
+    assert failures == [None] * 2 and torch.equal(out[0], slice_of(4, 1)) and torch.equal(out[1], slice_of(2, 1))
+
+
+def test_when_results_of_one_read_are_lost_those_begun_beside_it_are_read_again(
+    store: NvmeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = rows(3), rows(2)
+    ends = [
+        store.begin_slices([Slot(0), Slot(1), Slot(2)], 1, first),
+        store.begin_slices([Slot(3), Slot(4)], 2, second),
+    ]
+
+    def interrupted(self: KernelAio, num: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelAio, "_take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ends[0]()
+    second.fill_(0x5A)  # nothing writes into it any more
+    assert ends[1]() == [None] * 2
+    assert torch.equal(second[0], slice_of(3, 2)) and torch.equal(second[1], slice_of(4, 2))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.EAGAIN])
@@ -217,7 +258,7 @@ def test_a_submission_that_takes_few_at_a_time_ends_all_the_same(
     fd = segment.place(0)[0].fd
     offsets = [start + store._geometry.header_bytes + layer * LARGE.slice_bytes for layer in range(4)] * 5
     out = rows(20)
-    results = aio.read([fd] * 19 + [10_000], offsets, out.numpy())
+    results = aio.end(aio.begin([fd] * 19 + [10_000], offsets, out.numpy()))
     assert results[19] == -errno.EBADF
     whole = results == LARGE.slice_bytes
     assert all(torch.equal(out[at], slice_of(0, at % 4)) for at in range(20) if whole[at])
@@ -230,7 +271,7 @@ def test_an_exception_in_the_middle_leaves_nothing_that_a_later_read_could_take_
     """Found by a hostile tester: a signal's handler that raised left events behind, and rows counted as read."""
     real = KernelAio._take
 
-    def interrupted(self: KernelAio, results: Any, num: int) -> int:
+    def interrupted(self: KernelAio, num: int) -> None:
         raise KeyboardInterrupt
 
     for _ in range(5):

@@ -20,10 +20,14 @@ from kvtier.plan import Source, StepPlan
 from kvtier.policies.next_layers import NextLayers
 from kvtier.policies.no_prefetch import NoPrefetch
 from kvtier.ring import SliceRing
+from kvtier.slice_reads import ReadThreads
 from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
-from tests.rings import one_by_one
+from tests.rings import one_by_one, threads
 
 SHAPE = BlockShape(num_layers=5, kv_heads=2, block_tokens=4, key_dim=3, value_dim=3, element_bytes=4)
+
+THREE, TOGETHER = threads(3), ReadThreads(3, 3, lambda: True)
+BOTH_WAYS = pytest.mark.parametrize("reads", [THREE, TOGETHER], ids=["each by a thread", "together by one"])
 
 
 class FakeReader:
@@ -66,10 +70,11 @@ def _ring(
     prefetch: PrefetchPolicy,
     timeout_s: float = 5.0,
     breaker: Breaker | None = None,
+    reads: ReadThreads = THREE,
 ) -> SliceRing:
     return SliceRing(
-        SHAPE, num_slices, torch.float32, HostDevice(), read_slices=one_by_one(reader), prefetch=prefetch,
-        metrics=Metrics(), num_threads=3, io_timeout_s=timeout_s, breaker=breaker,
+        SHAPE, num_slices, torch.float32, HostDevice(), begin_slices=one_by_one(reader), prefetch=prefetch,
+        metrics=Metrics(), threads=reads, io_timeout_s=timeout_s, breaker=breaker,
     )  # fmt: skip
 
 
@@ -81,14 +86,15 @@ def _plan(sources: list[Source]) -> StepPlan:
     return StepPlan((), tuple(sources))
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("prefetch", [NoPrefetch(), NextLayers(depth=1), NextLayers(depth=9)])
 @pytest.mark.parametrize("num_slices", [2, 3, 5, 16, 100])
 @pytest.mark.parametrize("num_sources", [1, 2, 7, 20])
 def test_every_slice_arrives_whole_in_plan_order(
-    prefetch: PrefetchPolicy, num_slices: int, num_sources: int
-) -> None:  # fmt: skip
+    prefetch: PrefetchPolicy, num_slices: int, num_sources: int, reads: ReadThreads
+) -> None:
     reader = FakeReader(seed=num_slices * 31 + num_sources)
-    ring = _ring(reader, num_slices, prefetch)
+    ring = _ring(reader, num_slices, prefetch, reads=reads)
     sources = _sources(num_sources)
     for _ in range(3):  # three steps on one ring: the second use is where it would break
         ring.begin(_plan(sources))
@@ -119,18 +125,20 @@ def test_without_prefetch_no_later_layer_is_read_early() -> None:
     ring.close()
 
 
-def test_with_depth_two_the_next_two_layers_are_read_while_one_is_used() -> None:
+@BOTH_WAYS
+def test_with_depth_two_the_next_two_layers_are_read_while_one_is_used(reads: ReadThreads) -> None:
     reader = FakeReader(seed=1, max_delay_s=0)
-    ring = _ring(reader, 64, NextLayers(depth=2))
+    ring = _ring(reader, 64, NextLayers(depth=2), reads=reads)
     ring.begin(_plan(_sources(2)))
     time.sleep(0.05)
     assert {layer for layer, _ in reader.reads} == {0, 1, 2}
     ring.close()
 
 
-def test_a_slice_that_cannot_be_read_is_a_lost_block_and_the_ring_goes_on() -> None:
+@BOTH_WAYS
+def test_a_slice_that_cannot_be_read_is_a_lost_block_and_the_ring_goes_on(reads: ReadThreads) -> None:
     reader = FakeReader(seed=2)
-    ring = _ring(reader, 4, NextLayers(depth=2))
+    ring = _ring(reader, 4, NextLayers(depth=2), reads=reads)
     sources = _sources(6)
     reader.fails_at = (1, sources[3].slot)
     ring.begin(_plan(sources))
@@ -180,11 +188,14 @@ def _wait_until_over(ring: SliceRing) -> None:
         time.sleep(0.001)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("num_slices", [3, 4, 9, 40])
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_reads_that_hang_are_losses_and_slices_of_the_cpu_tier_still_stream(num_slices: int, depth: int) -> None:
+def test_reads_that_hang_are_losses_and_slices_of_the_cpu_tier_still_stream(
+    num_slices: int, depth: int, reads: ReadThreads
+) -> None:
     reader, breaker = FakeReader(seed=4, max_delay_s=0), Breaker("nvme")
-    ring = _ring(reader, num_slices, NextLayers(depth=depth), timeout_s=0.3, breaker=breaker)
+    ring = _ring(reader, num_slices, NextLayers(depth=depth), timeout_s=0.3, breaker=breaker, reads=reads)
     on_disk, in_memory = _sources(6), _in_memory(5)
     mixed = [source for pair in zip(on_disk, in_memory, strict=False) for source in pair]
     reader.hangs.clear()
@@ -205,10 +216,11 @@ def test_reads_that_hang_are_losses_and_slices_of_the_cpu_tier_still_stream(num_
     assert ring.close()
 
 
-def test_a_read_that_hangs_has_its_buffer_until_it_ends() -> None:
+@BOTH_WAYS
+def test_a_read_that_hangs_has_its_buffer_until_it_ends(reads: ReadThreads) -> None:
     """Its late bytes must come into none that another step reads."""
     reader = FakeReader(seed=6, max_delay_s=0)
-    ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.3)
+    ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.3, reads=reads)
     reader.hangs.clear()
     ring.begin(_plan(_sources(2)))  # one cell of four
     with pytest.raises(BlockLostError):
@@ -226,26 +238,31 @@ def test_a_read_that_hangs_has_its_buffer_until_it_ends() -> None:
     assert ring.close()
 
 
-def test_late_reads_end_with_what_they_were_for_and_queued_ones_never_begin() -> None:
+@BOTH_WAYS
+def test_late_reads_end_with_what_they_were_for_and_queued_ones_never_begin(reads: ReadThreads) -> None:
     reader = FakeReader(seed=8, max_delay_s=0)
-    ring = _ring(reader, 37, NextLayers(depth=1), timeout_s=0.3)
+    ring = _ring(reader, 37, NextLayers(depth=1), timeout_s=0.3, reads=reads)
     reader.hangs.clear()
     sources = _sources(9)
-    ring.begin(_plan(sources))  # two layers of one cell each: six reads of three slices on three threads
+    ring.begin(
+        _plan(sources)
+    )  # two layers of one cell each: six reads of three slices on three threads, or two of nine
     with pytest.raises(BlockLostError):
         next(ring.groups(0))
     ring.drain()
-    assert ring.num_overdue == 3
+    num_begun, num_each = ring.num_overdue, 9 if reads is TOGETHER else 3
+    assert num_begun in ((1, 2) if reads is TOGETHER else (3,))  # the second one may come when the first one hangs
     reader.hangs.set()
     _wait_until_over(ring)
     _stream(ring, sources)  # behind whatever was queued
-    assert len(reader.reads) == 3 * 3 + 9 * SHAPE.num_layers
+    assert len(reader.reads) == num_begun * num_each + 9 * SHAPE.num_layers
     assert ring.close()
 
 
-def test_all_blocks_of_a_tier_that_hangs_are_unreadable_for_one_deadline() -> None:
+@BOTH_WAYS
+def test_all_blocks_of_a_tier_that_hangs_are_unreadable_for_one_deadline(reads: ReadThreads) -> None:
     reader = FakeReader(seed=7, max_delay_s=0)
-    ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.3)
+    ring = _ring(reader, 9, NextLayers(depth=1), timeout_s=0.3, reads=reads)
     deadlines, pass_deadline = [], ring._reads.pass_deadline
     ring._reads.pass_deadline = lambda late: deadlines.append(late) or pass_deadline(late)  # type: ignore[func-returns-value,method-assign]
     reader.hangs.clear()
@@ -286,6 +303,37 @@ def test_a_cpu_tier_that_hangs_is_an_error() -> None:
     assert ring.close()
 
 
+@pytest.mark.parametrize("num_hangs", [1, 3])
+def test_behind_reads_that_hang_those_of_other_blocks_are_read_together_by_another_thread(num_hangs: int) -> None:
+    """One thread for all must not be one that all others wait behind for ever."""
+    released, hung = threading.Event(), set[Slot]()
+
+    def reader(tier: Tier, slot: Slot, layer: int, out: torch.Tensor, after: Event) -> Event:
+        if slot in hung:
+            released.wait(20)
+        out.view(torch.float32).fill_(slot * 100 + layer)
+        return DONE
+
+    ring = SliceRing(
+        SHAPE, 40, torch.float32, HostDevice(), begin_slices=one_by_one(reader), prefetch=NoPrefetch(),
+        metrics=Metrics(), threads=TOGETHER, io_timeout_s=0.3,
+    )  # fmt: skip
+    sources = _sources(2 * num_hangs + 3)
+    for number in range(num_hangs):
+        hung.add(sources[number].slot)
+        ring.begin(_plan(sources[number : number + 2]))
+        with pytest.raises(BlockLostError):
+            next(ring.groups(0))
+        ring.drain()
+        assert ring.num_overdue == number + 1
+        _stream(ring, sources[-3:])
+    assert not ring.close()
+    released.set()
+    _wait_until_over(ring)
+    assert ring.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-stream")]
+
+
 @pytest.mark.parametrize("num_sources", [8, 20, 40])  # part of a cell, one cell, two cells a layer
 def test_thirty_two_slices_are_read_at_a_time(num_sources: int) -> None:
     together, begun = threading.Barrier(32), itertools.count()
@@ -297,8 +345,8 @@ def test_thirty_two_slices_are_read_at_a_time(num_sources: int) -> None:
         return DONE
 
     ring = SliceRing(
-        SHAPE, 80, torch.float32, HostDevice(), read_slices=one_by_one(meeting), prefetch=NextLayers(depth=4),
-        metrics=Metrics(), num_threads=32, io_timeout_s=60.0,
+        SHAPE, 80, torch.float32, HostDevice(), begin_slices=one_by_one(meeting), prefetch=NextLayers(depth=4),
+        metrics=Metrics(), threads=threads(32), io_timeout_s=60.0,
     )  # fmt: skip
     ring.begin(_plan(_sources(num_sources)))
     for layer in range(SHAPE.num_layers):

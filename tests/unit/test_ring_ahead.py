@@ -17,7 +17,7 @@ from kvtier.policies.next_layers import NextLayers
 from kvtier.policies.no_prefetch import NoPrefetch
 from kvtier.ring import SliceRing
 from kvtier.types import BlockId, BlockShape, PrefetchPolicy, Slot, Tier
-from tests.rings import one_by_one
+from tests.rings import one_by_one, threads
 
 SHAPE = BlockShape(num_layers=4, kv_heads=2, block_tokens=4, key_dim=3, value_dim=3, element_bytes=4)
 
@@ -48,8 +48,8 @@ class Slots:
 
 def ring_of(slots: Slots, num_slices: int = 16, prefetch: PrefetchPolicy | None = None) -> SliceRing:
     return SliceRing(
-        SHAPE, num_slices, torch.float32, HostDevice(), read_slices=one_by_one(slots),
-        prefetch=NextLayers(depth=2) if prefetch is None else prefetch, metrics=Metrics(), num_threads=3,
+        SHAPE, num_slices, torch.float32, HostDevice(), begin_slices=one_by_one(slots),
+        prefetch=NextLayers(depth=2) if prefetch is None else prefetch, metrics=Metrics(), threads=threads(3),
         io_timeout_s=5.0,
     )  # fmt: skip
 

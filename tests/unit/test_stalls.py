@@ -17,7 +17,7 @@ from kvtier.policies.no_prefetch import NoPrefetch
 from kvtier.ring import SliceRing
 from kvtier.step_timer import StepTimer
 from kvtier.types import BlockId, BlockShape, Slot, Tier
-from tests.rings import one_by_one
+from tests.rings import one_by_one, threads
 from tests.small_tiers import House, build
 
 SHAPE = BlockShape(num_layers=2, kv_heads=1, block_tokens=4, key_dim=4, value_dim=4, element_bytes=4)
@@ -36,7 +36,7 @@ def stream(tiers: list[Tier], slow: Tier, delay_s: float = 0.02) -> Metrics:
     metrics = Metrics()
     ring = SliceRing(
         SHAPE, 20, torch.float32, HostDevice(),
-        read_slices=one_by_one(read), prefetch=NoPrefetch(), metrics=metrics, num_threads=2, io_timeout_s=5.0,
+        begin_slices=one_by_one(read), prefetch=NoPrefetch(), metrics=metrics, threads=threads(2), io_timeout_s=5.0,
     )  # fmt: skip
     ring.begin(
         StepPlan((), tuple(Source(BlockId(number), number, tier, Slot(number)) for number, tier in enumerate(tiers)))
@@ -69,9 +69,9 @@ def test_what_does_not_come_in_time_is_waited_for_too() -> None:
     is_over = threading.Event()
     ring = SliceRing(
         SHAPE, 20, torch.float32, HostDevice(),
-        read_slices=one_by_one(lambda tier, *_: (is_over.wait(10 if tier is Tier.NVME else 0) and DONE) or DONE),
+        begin_slices=one_by_one(lambda tier, *_: (is_over.wait(10 if tier is Tier.NVME else 0) and DONE) or DONE),
         prefetch=NoPrefetch(),
-        metrics=metrics, num_threads=2, io_timeout_s=0.05,
+        metrics=metrics, threads=threads(2), io_timeout_s=0.05,
     )  # fmt: skip
     tiers = [Tier.NVME, Tier.CPU, Tier.CPU, Tier.CPU]
     ring.begin(

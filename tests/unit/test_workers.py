@@ -139,9 +139,9 @@ def test_each_edge_is_metered_and_what_fails_brings_nothing() -> None:
     ended = [result for _ in range(6) if engine.in_flight() for result in engine.wait(10)]
     assert {result.status for result in ended} == {MoveStatus.DONE, MoveStatus.NO_SPACE}
     out = torch.empty((1, SHAPE.slice_bytes), dtype=torch.uint8)
-    engine.read_slices(Tier.CPU, [Slot(0)], 1, out, DONE)
+    engine.begin_slices(Tier.CPU, [Slot(0)], 1, out, DONE)()
     with pytest.raises(IndexError):
-        engine.read_slices(Tier.CPU, [Slot(0)], 2, out, DONE)
+        engine.begin_slices(Tier.CPU, [Slot(0)], 2, out, DONE)()
     engine.edges.steps.stop()
     uses = engine.edges.uses()
     assert set(uses) == {"gpu_to_cpu", "cpu_to_gpu"}  # not gpu_to_nvme, which brought nothing
