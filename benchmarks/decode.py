@@ -9,8 +9,9 @@ model's longest context: the last length is reached with them):
   (`label` is `host_memory`): it then shows that nothing is copied and nothing is lost, not what PCIe takes;
 - `gpu25_cpu25_nvme50`: half of the blocks in files, read past the page cache at every token;
 - `no_prefetch`: the same without reading ahead;
-- `naive_lru`: the same memory as an LRU cache of slices over the same files, each read when it is touched; and
-  `naive_lru_parallel`, whose reads of a layer are made 8 at a time (`benchmarks/naive_lru.py`);
+- `naive_lru`: the same memory as an LRU cache of slices over the same files, each read when it is touched;
+  `naive_lru_parallel`, whose reads of a layer are made 8 at a time; and `naive_lru_block`, which promotes whole blocks
+  as the tiers would without a plan, up to 2,048 tokens (`benchmarks/naive_lru.py`);
 - `hf_offloaded`: transformers' offloaded cache, where it runs.
 
 All cases of a context take turns in `--pairs` rounds of `--tokens` tokens each (and one before them, not counted). A
@@ -59,7 +60,7 @@ MAX_LOGIT_DIFF = 1e-2
 """`StaticCache` is up to 0.003 from `DynamicCache` on the demo's model. One token without its V in one layer makes 0.02
 at 4,096 tokens, one wrong slice 2 or more."""
 _PLAIN = ("dynamic", "static", "hf_offloaded")
-_OTHERS = ("static", "all_gpu", "naive_lru")
+_OTHERS = ("static", "all_gpu", "naive_lru", "naive_lru_block")
 
 
 def measure(
@@ -198,7 +199,7 @@ def table(document: dict[str, Any]) -> Table:
     rows = []
     for row in document["rows"]:
         if "unavailable" in row:
-            rows.append((row["case"], f"{row['context']:,}", *[""] * 10, row["unavailable"]))
+            rows.append((row["case"], f"{row['context']:,}", *[""] * (7 + len(_OTHERS)), row["unavailable"]))
             continue
         low, high = row["spread"]
         bound = "" if row["bound_ms"] is None else f"{row['bound_ms']:.0f} {row['bound_by']} {row['bound_frac']:.0%}"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,8 @@ from kvtier.types import Tier
 MEMORY_FRAC = 0.5
 """What naive LRU promotion has of memory: as much as the gpu and cpu tiers that it is compared with."""
 NUM_READERS = 8
+BLOCK_CONTEXT = 2048
+"""Up to which naive LRU promotion of whole blocks is measured."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,15 @@ def tiered(given: Given, name: str, placement: str, **values: Any) -> Side:
     )
 
 
-def naive_lru(given: Given, num_readers: int) -> Side:
-    """LRU promotion over files, with memory for half; `num_readers` slices at a time."""
-    wanted, folder = layout("gpu25_cpu25_nvme50", given.context, given.num_more), given.folder / f"naive{num_readers}"
+def naive_lru(given: Given, num_readers: int = 1, unit: Literal["slice", "block"] = "slice") -> Side:
+    """LRU promotion over files, with memory for half; `num_readers` slices at a time.
+
+    Raises UnsupportedError: whole blocks of more than `BLOCK_CONTEXT` tokens, which takes seconds a token.
+    """
+    if unit == "block" and given.context > BLOCK_CONTEXT:
+        raise UnsupportedError(f"promotes whole blocks once a layer: seconds a token, measured to {BLOCK_CONTEXT:,}")
+    wanted = layout("gpu25_cpu25_nvme50", given.context, given.num_more)
+    folder = given.folder / f"naive_{unit}_{num_readers}"
     naive = NaiveLru(
         twin(given.model),
         given.plain(),
@@ -171,6 +179,7 @@ def naive_lru(given: Given, num_readers: int) -> Side:
         block_tokens=wanted.block_tokens,
         memory_frac=MEMORY_FRAC,
         num_more=given.num_more,
+        unit=unit,
         num_readers=num_readers,
     )
     file_bytes = wanted.num_blocks[Tier.NVME] * describe(given.model, wanted.block_tokens).shape.block_bytes
@@ -186,7 +195,8 @@ SIDES: dict[str, Callable[[Given], Side]] = {
     "no_prefetch": functools.partial(
         tiered, name="no_prefetch", placement="gpu25_cpu25_nvme50", prefetch={"policy": "no_prefetch"}
     ),
-    "naive_lru": functools.partial(naive_lru, num_readers=1),
+    "naive_lru": naive_lru,
+    "naive_lru_block": functools.partial(naive_lru, unit="block"),
     "naive_lru_parallel": functools.partial(naive_lru, num_readers=NUM_READERS),
     "hf_offloaded": hf_offloaded,
 }

@@ -4,7 +4,8 @@ A slice (one layer's part of a block) is promoted into memory when attention tou
 longest ago is given up for it. Blocks are full and never change, so giving one up is free. Everything else is as good
 as kvtier's own: the nvme store with O_DIRECT and checksums, reads straight into the memory that attention uses, runs of
 neighbouring slices in one kernel call without a copy, one merge a layer. It is charitable in its unit: promoting whole
-blocks, which span all layers, would read them once a layer and token, thirty times as much for the demo's model.
+blocks, which span all layers, reads them once a layer and token, thirty times as much for the demo's model. `unit:
+block` does that, to the letter.
 
 Decoding reads every slice in the same order at every token. On such a loop LRU keeps exactly what is not needed soon:
 unless everything fits, nothing hits, and every byte comes from the files at every token, those in memory too.
@@ -13,11 +14,11 @@ unless everything fits, nothing hits, and every byte comes from the files at eve
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, DynamicCache
@@ -38,7 +39,7 @@ class NaiveLru:
     """A model's cache of one row that decodes over files, a part of them in memory by LRU. Host memory only.
 
     Attributes:
-        num_hits, num_misses: slices found in memory, and read from files.
+        num_hits, num_misses: units found in memory, and read from files.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class NaiveLru:
         block_tokens: int,
         memory_frac: float,
         num_more: int,
+        unit: Literal["slice", "block"] = "slice",
         num_readers: int = 1,
         io: IoMode = IoMode.DIRECT,
     ) -> None:
@@ -59,11 +61,14 @@ class NaiveLru:
             model: its attention is this one's from now on: give a `twin`.
             memory_frac: the part of all slices that memory has room for.
             num_more: tokens that will be appended to the tail.
+            unit: what is promoted and given up: one layer's part of a block, or a whole block, which is read and
+                attended to when it is touched.
             num_readers: slices of a layer that are read at a time; 1: each when it is touched.
 
         Raises:
             UnsupportedError: not on the host, or layers that are not tiered.
-            ValueError: less than one layer's slices in memory: attention could not have them at once.
+            ValueError: less than one layer's slices in memory: attention could not have them at once. Or less than one
+                block where that is the unit.
         """
         group = describe(model, block_tokens)
         if group.device != "cpu" or group.num_untiered:
@@ -72,8 +77,10 @@ class NaiveLru:
         self._dtype: torch.dtype = getattr(torch, group.dtype)
         num_tokens = plain.get_seq_length()
         self._num_blocks = num_tokens // block_tokens
-        num_slices = round(memory_frac * self._num_blocks * shape.num_layers)
-        if num_slices < self._num_blocks:
+        self._unit_layers = shape.num_layers if unit == "block" else 1
+        num_units = round(memory_frac * self._num_blocks * shape.num_layers / self._unit_layers)
+        num_slices = num_units * self._unit_layers
+        if num_slices < (self._unit_layers if unit == "block" else self._num_blocks):
             raise ValueError(f"memory for {num_slices} slices, and a layer has {self._num_blocks}")
         num_bytes = 2 * self._num_blocks * shape.block_bytes + (16 << 20)
         self.store = NvmeStore(shape, num_bytes, folder, persistent=False, reserve_free_frac=0.0, io=io)
@@ -92,9 +99,9 @@ class NaiveLru:
         self._memory = memory
         self._keys = memory[:, : shape.key_bytes].view(self._dtype).view(*heads, shape.key_dim)
         self._values = memory[:, shape.key_bytes :].view(self._dtype).view(*heads, shape.value_dim)
-        self._free = list(reversed(range(num_slices)))
+        self._free = list(reversed(range(num_units)))
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
-        """Where each (block, layer) lies; used longest ago first."""
+        """Where each (block, layer) lies; used longest ago first. A whole block goes by layer 0."""
         self.num_hits = self.num_misses = 0
         self._readers = ThreadPoolExecutor(num_readers) if num_readers > 1 else None
         self._cache = Cache(layers=self._layers)
@@ -129,11 +136,8 @@ class NaiveLru:
         kv_heads = self._shape.kv_heads
         packed = query.reshape(1, kv_heads, -1, query.shape[-1])
         tail = self._layers[layer]
-        pieces = [(tail.keys[:, :, : tail.num_tokens], tail.values[:, :, : tail.num_tokens])]
-        for first, last in _runs(sorted(self._promote(layer))):
-            pieces.append((self._keys[first : last + 1], self._values[first : last + 1]))
         outputs, sums = [], []
-        for keys, values in pieces:
+        for keys, values in self._pieces(layer, tail):
             rows = packed.expand(keys.shape[0], -1, -1, -1)
             output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 rows, keys, values, 0.0, False, scale=scale
@@ -144,26 +148,45 @@ class NaiveLru:
         merged = (weights * torch.cat(outputs).float()).sum(0).to(query.dtype)
         return merged.reshape(1, 1, query.shape[1], -1)
 
+    def _pieces(self, layer: int, tail: _Tail) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of a layer, each valid until the next is asked for."""
+        yield tail.keys[:, :, : tail.num_tokens], tail.values[:, :, : tail.num_tokens]
+        if self._unit_layers > 1:
+            for block in range(self._num_blocks):
+                at = self._touch(block, 0) * self._unit_layers + layer
+                yield self._keys[at : at + 1], self._values[at : at + 1]
+            return
+        for first, last in _runs(sorted(self._promote(layer))):
+            yield self._keys[first : last + 1], self._values[first : last + 1]
+
     def _promote(self, layer: int) -> list[int]:
         """Touch the layer's slices in order; where they lie then."""
-        slots, missing = [], []
-        for block in range(self._num_blocks):
-            key = block, layer
-            slot = self._places.pop(key, None)
-            if slot is None:
-                slot = self._free.pop() if self._free else self._places.popitem(last=False)[1]
-                if self._readers is None:
-                    self.store.read_slice(Slot(block), layer, self._memory[slot])
-                missing.append((block, slot))
-            self._places[key] = slot
-            slots.append(slot)
+        missing: list[tuple[int, int]] = []
+        slots = [self._touch(block, layer, missing) for block in range(self._num_blocks)]
         if self._readers is not None:
             reads = [self._readers.submit(self.store.read_slice, Slot(b), layer, self._memory[s]) for b, s in missing]
             for read in reads:
                 read.result()
-        self.num_misses += len(missing)
-        self.num_hits += len(slots) - len(missing)
         return slots
+
+    def _touch(self, block: int, layer: int, missing: list[tuple[int, int]] | None = None) -> int:
+        """Where a unit lies, which is now the one used last. It is read, or with several readers noted as `missing`."""
+        key = block, layer
+        slot = self._places.pop(key, None)
+        if slot is None:
+            self.num_misses += 1
+            slot = self._free.pop() if self._free else self._places.popitem(last=False)[1]
+            if self._unit_layers > 1:
+                whole = slice(slot * self._unit_layers, (slot + 1) * self._unit_layers)
+                self.store.read(Slot(block), self._memory[whole].view(-1))
+            elif self._readers is None:
+                self.store.read_slice(Slot(block), layer, self._memory[slot])
+            elif missing is not None:
+                missing.append((block, slot))
+        else:
+            self.num_hits += 1
+        self._places[key] = slot
+        return slot
 
     def close(self) -> None:
         """Stop the readers and give the files back. Idempotent."""

@@ -13,8 +13,8 @@ Document = dict[str, Any]
 COLUMNS: dict[str, tuple[str, ...]] = {
     "decode": (
         "case", "context", "ms_per_token", "ratio_to_dynamic", "spread", "ratio_to_static", "ratio_to_all_gpu",
-        "ratio_to_naive_lru", "bound_ms", "bound_by", "bound_frac", "stall_ms", "read_bytes_per_token",
-        "max_logit_diff", "is_valid",
+        "ratio_to_naive_lru", "ratio_to_naive_lru_block", "bound_ms", "bound_by", "bound_frac", "stall_ms",
+        "read_bytes_per_token", "max_logit_diff", "is_valid",
     ),
     "prefill": (
         "case", "context", "seconds", "tokens_per_s", "ratio_to_chunked", "ratio_to_chunked_spread",

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -154,15 +154,20 @@ def test_tokens_are_measured_one_by_one_behind_a_first_that_is_not() -> None:
 # -- the straw man ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_readers", [1, 4])
+@pytest.mark.parametrize(("unit", "num_readers"), [("slice", 1), ("slice", 4), ("block", 1)])
 @pytest.mark.parametrize(("memory_frac", "hits"), [(0.5, 0), (0.9, 0), (1.0, 16)])
 def test_a_loop_hits_nothing_behind_lru_unless_all_fits(
-    memory_frac: float, hits: int, num_readers: int, loaded: LoadedModel, tmp_path: Path
+    memory_frac: float,
+    hits: int,
+    unit: Literal["slice", "block"],
+    num_readers: int,
+    loaded: LoadedModel,
+    tmp_path: Path,
 ) -> None:
     plain = fill_plain(loaded.model, 140, torch.Generator().manual_seed(0))
     naive = NaiveLru(
         twin(loaded.model), plain, tmp_path / "files", block_tokens=16, memory_frac=memory_frac, num_more=3,
-        num_readers=num_readers,
+        unit=unit, num_readers=num_readers,
     )  # fmt: skip
     try:
         for token in range(3):
@@ -170,7 +175,8 @@ def test_a_loop_hits_nothing_behind_lru_unless_all_fits(
             expected = loaded.model(given, use_cache=True, **{cache_keyword(loaded.model.forward): plain}).logits
             before = naive.num_hits, naive.num_misses
             assert (naive.step(given) - expected).abs().max() < 1e-4
-        # 8 full blocks of 2 layers; the last token finds what the others left.
+        # 8 full blocks of 2 layers, each of which touches its slice or the whole block; the last token finds what the
+        # others left.
         assert (naive.num_hits - before[0], naive.num_misses - before[1]) == (hits, 16 - hits)
         with pytest.raises(RuntimeError, match="room for 15 tokens"):
             naive.step(given)
