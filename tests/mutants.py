@@ -47,7 +47,7 @@ STORE_TESTS = (
     "tests/fault/test_restart.py", "tests/fault/test_power_loss.py",
 )  # fmt: skip
 IO_TESTS = ("tests/contract/test_stores.py", "tests/fault/test_nvme_io.py")
-RING_TESTS = ("tests/unit/test_ring.py",)
+RING_TESTS = ("tests/unit/test_ring.py", "tests/unit/test_read_lane.py")
 SPARSE_TESTS = ("tests/fault/test_compression.py", "tests/fault/test_joined_blocks.py")
 SESSION_TESTS = ("tests/unit/test_session_record.py", "tests/fault/test_session_files.py")
 PREFIX_TESTS = ("tests/unit/test_prefix.py", "tests/unit/test_identity.py", "tests/e2e/test_prefix_cache.py")
@@ -79,8 +79,10 @@ class Mutant:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        if self.file in (RING, READS):
+        if self.file in (RING, READS, LANE):
             return RING_TESTS
+        if self.file == AIO:
+            return ("tests/fault/test_reads_together.py",)
         if self.file in (ATTENTION, OPEN_STEP, PAST, PLACES, STEP_MEMORY):
             return TENSOR_TESTS
         if self.file in (FILE_IO, DIRECT, PAGE_CACHE, STAGING):
@@ -117,7 +119,7 @@ PADDING, VICTIMS = "kvtier/padding.py", "kvtier/victims.py"
 MOVER, UPKEEP, POLICY = "kvtier/mover.py", "kvtier/upkeep.py", "kvtier/policy.py"
 COPIES, USE, HUNG = "kvtier/copies.py", "kvtier/tier_use.py", "kvtier/hung_moves.py"
 RESIDENCY, SLOTS, PLAN = "kvtier/residency.py", "kvtier/slots.py", "kvtier/plan.py"
-BREAKER, RING, READS = (f"kvtier/{name}.py" for name in ("breaker", "ring", "slice_reads"))
+BREAKER, RING, READS, LANE = (f"kvtier/{name}.py" for name in ("breaker", "ring", "slice_reads", "read_lane"))
 RUNNING = "kvtier/running.py"
 LOSSES = "kvtier/losses.py"
 WEAR = "kvtier/wear.py"
@@ -129,7 +131,7 @@ FILE_IO, DIRECT, PAGE_CACHE, STAGING = (
     f"kvtier/stores/{name}.py" for name in ("file_io", "direct_io", "page_cache", "staging")
 )
 SPARSE, PAYLOAD = "kvtier/stores/nvme_sparse.py", "kvtier/stores/slot_payload.py"
-OTHERS, READER = "kvtier/stores/other_files.py", "kvtier/stores/slot_reader.py"
+OTHERS, READER, AIO = (f"kvtier/stores/{name}.py" for name in ("other_files", "slot_reader", "kernel_aio"))
 
 MUTANTS = [
     # the prefix cache
@@ -398,9 +400,32 @@ MUTANTS = [
     Mutant(
         "late reads go on",
         READS,
-        "if read.generation != self._generation:\n                return\n",
-        "if False:\n                return\n",
+        "if read.generation != self._generation:\n                return _nothing\n",
+        "if False:\n                return _nothing\n",
     ),
+    Mutant(
+        "others wait behind a read that hangs",
+        READS,
+        "self._lane = ReadLane(_LANE)\n        return hung",
+        "return hung",
+    ),
+    Mutant("a begun read does not count", READS, "self._running[read] = None", "..."),
+    Mutant(
+        "a read is ended before others begin",
+        LANE,
+        "wait=not begun)) is not _NOTHING:",
+        "wait=not begun)) is not _NOTHING and not begun:",
+    ),
+    Mutant("begun reads are left at the end", LANE, "while is_open or begun:", "while is_open:"),
+    Mutant("a result is another read's", AIO, "reads.results[row] = result", "reads.results[0] = result"),
+    Mutant(
+        "a read is over with its first slice",
+        AIO,
+        "while reads.num_ended < len(reads.results)",
+        "while not reads.num_ended",
+    ),
+    Mutant("a place in flight is given twice", AIO, "self._free[-num:] = chosen[taken:]", "..."),
+    Mutant("results are taken after a failure", AIO, " and not self.is_closed:", ":"),
     Mutant(
         "ceiling not lowered on a full disk",
         USE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -80,7 +81,8 @@ class PlainRing:
         for first in range(0, len(self.streamed), self.group_size):
             sources = self.streamed[first : first + self.group_size]
             slots = [source.slot for source in sources]
-            yield Group(sources, self.store.keys[layer][slots], self.store.values[layer][slots])
+            tiers = Counter(source.tier for source in sources)
+            yield Group(sources, tiers, self.store.keys[layer][slots], self.store.values[layer][slots])
 
 
 @dataclass
