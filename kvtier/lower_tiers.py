@@ -23,7 +23,7 @@ from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.nvme_layout import min_budget_bytes
 from kvtier.stores.slab import slot_bytes
 from kvtier.stores.temporary_folders import give_up, sweep_stale, temporary_folder
-from kvtier.types import BlockShape, IoMode, LayerGroup, Tier
+from kvtier.types import BlockShape, Compression, IoMode, LayerGroup, Tier
 
 DIRECT_STREAM_THREADS = 32
 
@@ -113,7 +113,7 @@ def build_lower(
 
 def read_threads(nvme: Store | None, num_threads: int, ring_slices: int, *, is_on_host: bool) -> ReadThreads:
     """How reads that are streamed are spread over threads. `is_on_host`: they go straight to where attention is."""
-    if not isinstance(nvme, NvmeStore) or nvme.io.mode is not IoMode.DIRECT:
+    if not isinstance(nvme, NvmeStore) or nvme.io.mode is not IoMode.DIRECT or nvme.compression is not Compression.NONE:
         return ReadThreads(num_threads, num_threads)
     # Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing.
     of_files = max(num_threads, min(DIRECT_STREAM_THREADS, ring_slices))

@@ -39,6 +39,11 @@ class ReadLane:
             self._thread.start()
         return future
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread has started and not ended."""
+        return self._thread.is_alive()
+
     def close(self, *, wait: bool) -> None:
         """Let the thread end what it has; with `wait`, return when it has. Idempotent."""
         self._calls.put(None)

@@ -233,10 +233,10 @@ class SliceReads:
                     self._breaker.overdue(read, f"a read took longer than io_timeout_s ({self.io_timeout_s:g} s)")
         if self._breaker is not None:
             self._breaker.look()
-        # Whatever comes next does not queue up behind them.
-        self._lane.close(wait=False)
-        self._left_lanes.append(self._lane)
-        self._lane = ReadLane(_LANE)
+        if hung:  # whatever comes next does not queue up behind them
+            self._lane.close(wait=False)
+            self._left_lanes = [lane for lane in (*self._left_lanes, self._lane) if lane.is_running]
+            self._lane = ReadLane(_LANE)
         return hung
 
     def _all_are_overdue(self) -> bool:

@@ -206,8 +206,11 @@ class NvmeStore(Store):
 
     @property
     def reads_together(self) -> bool:
-        """Whether slices are read together for less than one by one, and several such reads at a time by a thread."""
-        return self._io.reads_together and not self.shape.slice_bytes % PAGE_BYTES
+        """Whether slices as they are written are read together for less than one by one, and several such reads at a
+        time by a thread. Encoded ones are not: decoding takes a thread each."""
+        return (
+            self._io.reads_together and self.compression is Compression.NONE and not self.shape.slice_bytes % PAGE_BYTES
+        )
 
     def used_bytes(self) -> int:
         """Allocated bytes of the folder and all that is in it, as `du` counts them; 0 after close."""

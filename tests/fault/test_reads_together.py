@@ -205,6 +205,7 @@ def test_a_thread_that_gets_none_reads_one_by_one(store: NvmeStore, monkeypatch:
 
 def test_compressed_slices_are_read_one_by_one(tmp_path: Path) -> None:  # noqa: F811
     store = open_store(tmp_path / "kv", IoMode.DIRECT, LARGE, budget_bytes=32 * MIB, compression=Compression.ZSTD)
+    assert not store.reads_together  # or one thread would decode what several can
     blocks = [torch.zeros(LARGE.block_bytes, dtype=torch.uint8), marked_block(1)]
     for slot, block in enumerate(blocks):
         store.write(Slot(slot), block)
