@@ -113,11 +113,14 @@ def build_lower(
 
 def read_threads(nvme: Store | None, num_threads: int, ring_slices: int, *, is_on_host: bool) -> ReadThreads:
     """How reads that are streamed are spread over threads. `is_on_host`: they go straight to where attention is."""
+    few = ReadThreads(num_threads, num_threads)
     if not isinstance(nvme, NvmeStore) or nvme.io.mode is not IoMode.DIRECT or nvme.compression is not Compression.NONE:
-        return ReadThreads(num_threads, num_threads)
+        return few
+    if not is_on_host:  # through staging, a buffer for each thread
+        return few
     # Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing.
     of_files = max(num_threads, min(DIRECT_STREAM_THREADS, ring_slices))
-    return ReadThreads(num_threads, of_files, lambda: is_on_host and nvme.reads_together)
+    return ReadThreads(num_threads, of_files, lambda: nvme.reads_together)
 
 
 def _nvme_root(nvme: NvmeTierConfig) -> Path:
