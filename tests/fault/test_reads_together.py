@@ -58,11 +58,12 @@ def forbid_single_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_are_read_by_the_kernel(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_single_reads(monkeypatch)
-    slots = [3, 0, 5, 5, 1]
-    for layer in range(LARGE.num_layers):
-        out, failures = read_together(store, slots, layer)
-        assert failures == [None] * len(slots)
-        assert all(torch.equal(row, slice_of(slot, layer)) for slot, row in zip(slots, out, strict=True))
+    for slots in ([3, 0, 5, 5, 1], [4]):
+        for layer in range(LARGE.num_layers):
+            out, failures = read_together(store, slots, layer)
+            assert failures == [None] * len(slots)
+            assert all(torch.equal(row, slice_of(slot, layer)) for slot, row in zip(slots, out, strict=True))
+    assert store.read_slices([], 0, rows(0)) == []
 
 
 def test_more_than_are_in_flight_at_once(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
