@@ -63,7 +63,7 @@ def test_all_are_read_by_the_kernel(store: NvmeStore, monkeypatch: pytest.Monkey
             out, failures = read_together(store, slots, layer)
             assert failures == [None] * len(slots)
             assert all(torch.equal(row, slice_of(slot, layer)) for slot, row in zip(slots, out, strict=True))
-    assert store.read_slices([], 0, rows(0)) == []
+    assert store.read_slices([], 0, rows(1)[:0]) == []
 
 
 def test_more_than_are_in_flight_at_once(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
