@@ -13,8 +13,9 @@ from kvtier.planner.models import find_card
 from kvtier.planner.rates import DiskRow, Rates
 
 
-def config(**tiers: Any) -> KVTierConfig:
-    return load_config({"tiers": {name: {"budget": budget} for name, budget in tiers.items()}})
+def config(threads: int = 4, **tiers: Any) -> KVTierConfig:
+    budgets = {name: {"budget": budget} for name, budget in tiers.items()}
+    return load_config({"tiers": budgets, "io_threads": threads})
 
 
 def card(name: str = "Llama-3.1-8B", **changes: Any) -> ModelCard:

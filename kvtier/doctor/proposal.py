@@ -21,6 +21,7 @@ from kvtier.types import IoMode
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LEAST_NVME_BYTES = 256 * _MIB
+_MOVING_BYTES = 32 * _MIB  # buffers of up to 16 threads that move blocks, of a mebibyte each, and files beside them
 _TIE = 1.1  # as the nvme store: a tie goes to direct, which spends neither page cache nor a copy
 
 # Shares of the available memory. The rest is the model's (weights, activations, logits), which no budget counts.
@@ -158,8 +159,10 @@ def _nvme_lines(facts: Facts, path: Path | None, budget: int, mode: IoMode, why_
     else:
         yield Line(2, "path", json.dumps(str(path)), "as you gave it; what lies there reveals prompts")
     yield Line(2, "io", mode.value, why_mode)
-    page_cache = max(MIN_PAGE_CACHE_BYTES, min(256 * _MIB, facts.limits.available_bytes // 32 // _MIB * _MIB))
-    why = "enough for the ring to run ahead, and at most a 32nd of what is available"
+    available = facts.limits.available_bytes
+    page_cache = min(256 * _MIB, max(available // 32, min(_MOVING_BYTES, available // 8)) // _MIB * _MIB)
+    page_cache = max(MIN_PAGE_CACHE_BYTES, page_cache)
+    why = "enough for the ring to run ahead and for moving threads, and about a 32nd of what is available at most"
     yield Line(2, "page_cache", str(Size(page_cache)), why)
 
 
