@@ -11,9 +11,10 @@ from typing import Any
 from kvtier.config import KVTierConfig, load_config
 from kvtier.config_files import parse_yaml
 from kvtier.config_tiers import MIN_PAGE_CACHE_BYTES
+from kvtier.copy_length import LONG_BYTES, copy_rate, long_block_tokens
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk_rates import Access
-from kvtier.doctor.facts import SLICE_BYTES, Facts
+from kvtier.doctor.facts import CUDA_LAYER_TOKEN_BYTES, SLICE_BYTES, Facts
 from kvtier.rate import Rate
 from kvtier.size import Size
 from kvtier.terminal import printable
@@ -104,7 +105,9 @@ def faster_mode(facts: Facts) -> tuple[IoMode, str]:
 def _lines(facts: Facts, path: Path | None, max_writes: Rate | None) -> Iterator[Line]:
     mode, why_mode = faster_mode(facts)
     nvme = _nvme_bytes(facts)
-    yield Line(0, "block_tokens", *_block_tokens(facts, mode, nvme))
+    yield Line(0, "block_tokens", *_for_copies(facts, *_block_tokens(facts, mode, nvme)))
+    if facts.cuda:
+        yield Line(0, "", "", "for a smaller model more: `kvtier plan --model` says which block_tokens its copies want")
     yield Line(0, "tiers", "", "")
     available = facts.limits.available_bytes
     free = f"the {size_words(available)} of memory that are available now"
@@ -179,6 +182,22 @@ def _block_tokens(facts: Facts, mode: IoMode, nvme: int | NotMeasured) -> tuple[
     if middle < 0.7 * large and facts.limits.available_bytes > 4 * _GIB:
         return "512", f"this disk is fast with long reads only: {words}"
     return "256", f"reads of a block's slice are long enough: {words}"
+
+
+def _for_copies(facts: Facts, block_tokens: str, why: str) -> tuple[str, str]:
+    """No shorter than copies to a device want."""
+    least = long_block_tokens(CUDA_LAYER_TOKEN_BYTES, None)
+    if not facts.cuda or int(block_tokens) >= least:
+        return block_tokens, why
+    why = "slices of an 8B model in 16 bits are 1 MiB, which copies to the device should be"
+    return str(least), why + reach(facts, LONG_BYTES)
+
+
+def reach(facts: Facts, piece_bytes: int) -> str:
+    """What copies to the device of that size reach, for the end of a sentence; empty where it was not measured."""
+    rates = facts.copies_up()
+    rate = copy_rate(piece_bytes, rates)
+    return "" if rate is None else f": they reach about {gigabytes(rate)} of {gigabytes(rates[max(rates)])}"
 
 
 def _reading_lines(facts: Facts, mode: IoMode) -> Iterator[Line]:

@@ -15,6 +15,7 @@ from kvtier.bound import Bound
 from kvtier.config import read_config
 from kvtier.errors import ConfigError
 from kvtier.planner.bound import decode_round, first_token, rows_at_once
+from kvtier.planner.copies import short_copies
 from kvtier.planner.expected import Expected, expected_round, speeds
 from kvtier.planner.layout import Layout, Limit, lay_out
 from kvtier.planner.models import find_card
@@ -237,6 +238,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     if layout.staging_bytes:
         owner = "tiers.cpu.budget" if layout.config.tiers.budget(Tier.CPU).amount else "tiers.nvme.page_cache"
         yield f"{decimal(layout.staging_bytes)} of {owner} are staging between files and the device, by io_threads"
+    if words := short_copies(layout, rates):
+        yield words
     if plan.wishes.device_memory:
         yield "the device's memory is as --device-memory says"
     elif rates is None:
