@@ -11,9 +11,11 @@ import torch
 from kvtier import TieredKV
 from kvtier.config import load_config
 from kvtier.errors import BudgetError
+from kvtier.hf import describe
 from kvtier.planner.layout import Layout, lay_out
 from kvtier.planner.models import find_card
 from kvtier.planner.rates import Rates
+from kvtier.selftest import exactness
 from kvtier.testing import FakeDevice
 from kvtier.types import Tier
 from tests.e2e.families import tiny, tokens
@@ -100,6 +102,15 @@ def test_a_cpu_budget_without_room_for_staging_names_the_sum_and_the_mend(fake: 
         assert tiered.stats()["tiers"]["cpu"]["num_slots"] == 1
     with TieredKV(model, _config(least // KIB, io_threads=1)) as tiered:
         assert tiered.stats()["tiers"]["cpu"]["num_slots"] > 1
+
+
+@torch.no_grad()
+def test_the_selftests_cpu_tier_has_its_blocks_beside_staging(fake: FakeDevice, tmp_path: Path) -> None:
+    model = tiny("llama")
+    asked = exactness.Way(torch.device("cpu"), torch.float32, "blockwise", 16).config(model, tmp_path, 1, 400)
+    with TieredKV(model, exactness.with_staging(asked, describe(model, 16))) as tiered:
+        assert tiered.stats()["tiers"]["cpu"]["num_slots"] == 4
+        assert tiered.stats()["staging_budget_bytes"] > 0
 
 
 def test_without_a_cpu_tier_a_page_cache_without_room_for_staging_is_refused(fake: FakeDevice, tmp_path: Path) -> None:
