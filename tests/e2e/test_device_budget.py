@@ -32,6 +32,10 @@ def _config(cpu_kib: int = 0, page_cache: str = "256MiB", **more: Any) -> dict[s
     return config | more
 
 
+def refuse(*_: object) -> None:
+    raise OSError(1, "not here")
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice(3)
@@ -46,12 +50,17 @@ def _plan(model: Any, folder: Path, config: dict[str, Any]) -> Layout:
     return lay_out(card, load_config(config), 300, Rates("a test", rows, ()))
 
 
-@pytest.mark.parametrize("cpu_kib", [0, 80, 200])
-@pytest.mark.parametrize("io", ["mmap", "direct"])
+@pytest.mark.parametrize("cpu_kib", [0, 100, 200])
+@pytest.mark.parametrize("io", ["mmap", "direct", "direct, slices one by one"])
 @torch.no_grad()
-def test_staging_is_in_a_budget_at_every_moment(fake: FakeDevice, tmp_path: Path, cpu_kib: int, io: str) -> None:
+def test_staging_is_in_a_budget_at_every_moment(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu_kib: int, io: str
+) -> None:
     model, config = tiny("llama"), _config(cpu_kib)
-    config["tiers"]["nvme"]["io"] = io
+    config["tiers"]["gpu"]["budget"] = "384KiB"  # a ring of more slices than io_threads
+    config["tiers"]["nvme"]["io"], _, is_alone = io.partition(",")
+    if is_alone:  # up to 32 threads then stream
+        monkeypatch.setattr("kvtier.stores.direct_io.KernelAio", refuse)
     plan = _plan(model, tmp_path, config)
     taken: list[int] = []
     pool, make = fake.staging(), fake.staging()._allocate
@@ -83,6 +92,8 @@ def test_staging_is_in_a_budget_at_every_moment(fake: FakeDevice, tmp_path: Path
         for room in plan.rooms:
             stats = tiered.stats()["tiers"][room.tier.label]
             assert (stats["num_slots"], stats["budget_bytes"]) == (room.num_slots, room.budget_bytes)
+        ring, most = tiered._runtime.executor.ring, tiered._runtime.gpu_budget.ring_slices
+        assert ring is not None and ring._reads._files._num_threads == (most if is_alone else 2) and most > 2
         tiered.check_integrity()
     assert not fake.violations and pool.num_bytes == 0
 
