@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kvtier.benchmarks import words
+from kvtier.benchmarks import reached, words
 from kvtier.errors import ConfigError
 
 MAX_SESSION_ROWS = 60  # of the table; all are in the JSON document
@@ -43,6 +43,10 @@ def render(document: dict[str, Any]) -> str:
         paragraph=words.paragraph(document),
         problems=words.problems(document),
         figures=words.key_figures(document),
+        bound_words=reached.bound_line(document["bound"]).capitalize(),
+        stall_words=reached.stalls_line(document["bound"]).capitalize(),
+        edge_columns=reached.COLUMNS,
+        edges=reached.edge_rows(document["bound"]),
         sessions=sessions[:MAX_SESSION_ROWS],
         num_more=max(0, len(sessions) - MAX_SESSION_ROWS),
         plots=[(plot, Markup(plot.svg)) for plot in make_plots(document)],

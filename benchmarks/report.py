@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from kvtier.benchmarks.conversations import Conversation
 from kvtier.benchmarks.monitor import mib, moved_line, tier_table
+from kvtier.benchmarks.reached import COLUMNS, bound_line, edge_rows, stalls_line
 from kvtier.benchmarks.verify import Verification, Verified
 
 MEMORY_SLACK_BYTES = 150 << 20
@@ -122,9 +124,10 @@ def faults_line(document: dict[str, Any]) -> str:
 
 
 def print_summary(console: Console, document: dict[str, Any]) -> None:
-    """The report for people: the tiers, what moved, what was verified, and every problem."""
+    """The report for people: the tiers, what moved, the bound, what was verified, and every problem."""
     console.print(tier_table(document["tiers"]))
     console.print(moved_line(document["bytes_moved"]))
+    _print_bound(console, document["bound"])
     console.print(
         f"{document['turns']} turns, {document['tokens']} tokens generated at {document['tokens_per_s']:.1f} tokens/s, "
         f"{document['recomputed_blocks']} blocks recomputed, {document['seconds']:.0f} s in all"
@@ -158,3 +161,15 @@ def print_summary(console: Console, document: dict[str, Any]) -> None:
     style = {"pass": "bold green", "fail": "bold red", "unverified": "bold yellow"}[document["verdict"]]
     note = " (interrupted)" if document["interrupted"] else ""
     console.print(f"verdict: {document['verdict']}{note}", style=style)
+
+
+def _print_bound(console: Console, bound: dict[str, Any]) -> None:
+    if rows := edge_rows(bound):
+        table = Table(*COLUMNS)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(bound_line(bound))
+    console.print(stalls_line(bound))

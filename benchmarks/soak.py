@@ -281,6 +281,7 @@ class _Soak:
             "decode_s": run.decode_s,
             "think_s": run.think_s,
             "stall_s": stats["stall_s"],
+            "bound": stats["bound"],
             "total_seconds": self.total_s,
             "tiers": tiers_of(stats),
             "bytes_moved": {edge: stats["bytes_moved"][edge] for edge in EDGES},

@@ -81,6 +81,7 @@ def key_figures(document: Document) -> list[tuple[str, str]]:
                                       f"{document['decode_tokens_per_s']:.1f} after each first token"),
         ("Duration", f"{duration(document['seconds'])}, {duration(document['total_seconds'])} with verification"),
         ("Waited for KV (stall)", f"{duration(document['stall_s'])} ({_share(document, 'stall_s')})"),
+        ("Share of the bound", _reached(document["bound"])),
         ("Memory above the loaded model", f"{size(document['memory_growth_bytes'])} of "
                                           f"{size(document['memory_allowed_growth_bytes'])}"),
         ("Only on NVMe at most", size(tiers["nvme"].get("only_copy_peak_bytes", 0))),
@@ -88,6 +89,12 @@ def key_figures(document: Document) -> list[tuple[str, str]]:
         *([("Faults injected", f"{num_injected(document):,}")] if faults else []),
         ("Blocks recomputed", f"{document['recomputed_blocks']:,}"),
     ]  # fmt: skip
+
+
+def _reached(bound: dict[str, Any]) -> str:
+    if not bound["steps"]:
+        return "no step was taken"
+    return f"{bound['bound_frac']:.0%}; {bound['binding'].replace('_to_', ' to ')} binds"
 
 
 def _num_sessions(document: Document) -> int:

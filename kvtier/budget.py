@@ -1,4 +1,4 @@
-"""Budgets in bytes into slots, ring, scratch and room for the gathered layer: the one place that does this sum."""
+"""Budgets in bytes into slots, ring, scratch, staging and room for the gathered layer: the one place for this sum."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.config import KVTierConfig
+from kvtier.config_tiers import MIN_PAGE_CACHE_BYTES
 from kvtier.errors import BudgetError
-from kvtier.size import size_and_bytes
-from kvtier.types import AttentionMode, BlockShape
+from kvtier.size import size_and_bytes, whole_pages
+from kvtier.types import AttentionMode, BlockShape, IoMode, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,70 @@ def split_gpu_budget(
         chunk,
         pieces,
     )
+
+
+DIRECT_STREAM_THREADS = 32
+
+
+def most_stream_threads(config: KVTierConfig, ring_slices: int) -> int:
+    """The most threads that stream slices from files, whichever way these are read in the end."""
+    nvme = config.tiers.nvme
+    if nvme is None or nvme.io is IoMode.MMAP:
+        return config.io_threads
+    # Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing.
+    return max(config.io_threads, min(DIRECT_STREAM_THREADS, ring_slices))
+
+
+def staging_bytes(config: KVTierConfig, shape: BlockShape, ring_slices: int) -> int:
+    """Host memory for copies between files and a device with queues: for each thread one buffer, which it may hold
+    while the disk hangs.
+
+    A block for each that moves blocks, a slice for each that streams them. It is the cpu tier's, of `tiers.cpu.budget`;
+    without one the files', of `tiers.nvme.page_cache`.
+    """
+    if not config.tiers.budget(Tier.NVME).amount:
+        return 0
+    slices_bytes = most_stream_threads(config, ring_slices) * whole_pages(shape.slice_bytes)
+    return config.io_threads * whole_pages(shape.block_bytes) + slices_bytes
+
+
+def cpu_slots(budget_bytes: int, shape: BlockShape, slot_bytes: int, staging: int = 0) -> int:
+    """Slots of the cpu tier beside so many bytes of staging. Raises BudgetError: not one."""
+    num_slots = (budget_bytes - staging) // slot_bytes
+    if num_slots < 1:
+        more = f" + {_STAGING} {size_and_bytes(staging)}" if staging else ""
+        raise BudgetError(
+            f"tiers.cpu.budget is {size_and_bytes(budget_bytes)}, its minimum is "
+            f"{size_and_bytes(slot_bytes + staging)}: one block of {shape.block_tokens} tokens{more}. Raise it, lower "
+            f"block_tokens{' or io_threads' if staging else ''}, or leave the cpu tier out"
+            + (" (tiers.nvme.page_cache then has the staging)" if staging else "")
+        )
+    return num_slots
+
+
+def files_bytes(page_cache_bytes: int, staging: int, rooms: int) -> int:
+    """What `tiers.nvme.page_cache` leaves for files beside what moving threads take.
+
+    Args:
+        staging: of a device with queues, where there is no cpu tier.
+        rooms: for blocks of joined slabs, where there is no such device.
+
+    Raises:
+        BudgetError: less than files need.
+    """
+    least_bytes = MIN_PAGE_CACHE_BYTES + staging + rooms
+    if (staging or rooms) and page_cache_bytes < least_bytes:
+        what = _STAGING if staging else "for blocks on their way, one buffer for each of io_threads,"
+        raise BudgetError(
+            f"tiers.nvme.page_cache is {size_and_bytes(page_cache_bytes)}, its minimum is "
+            f"{size_and_bytes(least_bytes)}: {size_and_bytes(MIN_PAGE_CACHE_BYTES)} for files + {what} "
+            f"{size_and_bytes(staging + rooms)}. Raise it, lower block_tokens or io_threads"
+            + (", or add a cpu tier, whose budget then has the staging" if staging else "")
+        )
+    return page_cache_bytes - staging - rooms
+
+
+_STAGING = "for staging, a block and slices on their way to or from the device for each of io_threads,"
 
 
 def gpu_bytes_for(num_slots: int, shape: BlockShape, *, gather_bytes: int = 0, **how: Any) -> int:

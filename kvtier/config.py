@@ -78,7 +78,9 @@ class KVTierConfig(Strict):
     )
     """Tokens in a block, the unit that is kept, moved and given up. `block_bytes` in `stats()` is its size: 2 ×
     layers × KV heads × head dimension × bytes of the dtype × `block_tokens`. Larger blocks mean fewer, longer reads;
-    smaller ones waste less (each conversation's last block takes a whole one) and fit smaller budgets."""
+    smaller ones waste less (each conversation's last block takes a whole one) and fit smaller budgets. With a CUDA
+    device one layer's part should be 1 MiB or more (256 tokens of an 8B model in 16 bits): `kvtier plan` says how many
+    tokens that is. Blocks of another length that lie in `tiers.nvme.path` are not found."""
     prefill_chunk: int = Field(default=512, ge=1, title="new tokens per step, at least 1")
     """The most new tokens in one step; a longer prompt is cut. More means fewer steps and more memory for activations,
     which no budget counts. A step needs gpu slots for all of its new tokens. What the gpu budget has no scratch for

@@ -117,7 +117,9 @@ class CpuTierConfig(_Watermarks):
     """Host memory for KV, page-locked where the model is on a CUDA device: all of it is then taken at once. A
     percentage is of the memory that the process may use (its cgroup limit, else the RAM), whether free or not. 0
     means no cpu tier; less than one block is refused when the model is wrapped; more than the process may use, a gpu
-    tier in ordinary memory included, is one warning."""
+    tier in ordinary memory included, is one warning. With a CUDA device and an nvme tier the staging between the two
+    comes out of it (`staging_budget_bytes` in `stats()`): a block and a slice for each of `io_threads`, or up to 32
+    slices with direct I/O."""
 
 
 class NvmeTierConfig(Strict):
@@ -150,7 +152,10 @@ class NvmeTierConfig(Strict):
     """The most host memory for the files beside the tiers, at least 4 MiB: page cache with `mmap`, which is written
     back and dropped beyond it, and aligned buffers with `direct` (of those at most 64 MiB). What the page cache holds
     the faster tiers hold or held too, so that it only has to bridge bursts: the default is what the ring can run ahead
-    at most. More helps with `mmap` where the cpu tier is small. On tmpfs, where files are memory, it does nothing."""
+    at most. More helps with `mmap` where the cpu tier is small. On tmpfs, where files are memory, it does nothing. What
+    moving threads hold comes out of it: without CUDA a slice or 1 MiB for each of `io_threads`, whichever is more (less
+    for smaller blocks); with a CUDA device and no cpu tier the staging that `tiers.cpu.budget` tells of. Less than that
+    and 4 MiB is refused when the model is wrapped."""
     compression: Compression = Field(default=Compression.NONE, strict=False, title="none or zstd")
     """`none` keeps blocks as they are. `zstd` stores them smaller and gives the same bytes back: 0.69 of them for
     SmolLM2 in bf16, 0.85 in fp32 and 0.86 in fp16, so the same budget holds 1.4 or 1.2 times as many blocks. It costs

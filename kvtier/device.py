@@ -17,6 +17,8 @@ of another. The waits that kvtier needs, and who asks for them:
 
 from __future__ import annotations
 
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from kvtier.errors import IntegrityError
+from kvtier.size import whole_pages
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Destination and source: contiguous, of the same number of bytes."""
@@ -63,30 +68,39 @@ class Staging:
 
 
 class StagingPool:
-    """Staging buffers, made when needed and kept for the next. Never more of a size than callers at the same time."""
+    """Staging buffers, made when needed and kept for the next. Never more of a size than callers at the same time.
+
+    Attributes:
+        budget_bytes: the most that all buffers take: as many as callers can be there at once (`budget.staging_bytes`).
+    """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
+        self.budget_bytes = sys.maxsize
         self._idle: dict[int, deque[Staging]] = {}
         self._made: list[torch.Tensor] = []
+        self._num_bytes = 0
+        self._making = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
-        """Host memory taken so far."""
-        return sum(memory.numel() for memory in self._made)
+        """Host memory taken so far, in whole pages."""
+        return self._num_bytes
 
     @contextmanager
     def buffer(self, num_bytes: int) -> Iterator[Staging]:
         """A buffer; whoever queues a copy of it sets `until`. Waits for another's copy, never for another caller.
 
         A caller may hang on a disk: those that wait for it would hang too. Copies end.
+
+        Raises:
+            IntegrityError: there are more callers than `budget_bytes` was reckoned for. MemoryError: none to be had.
         """
         idle = self._idle.setdefault(num_bytes, deque())
         try:
             staging = idle.popleft()
         except IndexError:  # as many are in use as have ever been at once
-            staging = Staging(self._allocate(num_bytes))
-            self._made.append(staging.host)
+            staging = Staging(self._make(num_bytes))
         staging.until.synchronize()
         staging.until = DONE
         try:
@@ -94,9 +108,25 @@ class StagingPool:
         finally:
             idle.append(staging)
 
+    def _make(self, num_bytes: int) -> torch.Tensor:
+        taken_bytes = whole_pages(num_bytes)
+        with self._making:
+            if self._num_bytes + taken_bytes > self.budget_bytes:
+                raise IntegrityError(f"staging of {self._num_bytes + taken_bytes} bytes, planned {self.budget_bytes}")
+            self._num_bytes += taken_bytes
+        try:
+            memory = self._allocate(taken_bytes)
+        except BaseException:
+            with self._making:
+                self._num_bytes -= taken_bytes
+            raise
+        self._made.append(memory)
+        return memory[:num_bytes]
+
     def clear(self) -> list[torch.Tensor]:
         """Let go of all buffers, which nobody may use any more. Returns them."""
         made, self._made = self._made, []
+        self._num_bytes = 0
         self._idle.clear()
         return made
 

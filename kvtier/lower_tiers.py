@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvtier import system
-from kvtier.budget import GpuBudget, split_gpu_budget
+from kvtier.budget import GpuBudget, cpu_slots, files_bytes, most_stream_threads, split_gpu_budget
 from kvtier.config import KVTierConfig
 from kvtier.config_tiers import NvmeTierConfig
 from kvtier.errors import BudgetError, FolderInUseError
@@ -22,10 +22,9 @@ from kvtier.stores.cpu import CpuStore
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.nvme_layout import min_budget_bytes
 from kvtier.stores.slab import slot_bytes
+from kvtier.stores.slot_payload import joined_room_bytes
 from kvtier.stores.temporary_folders import give_up, sweep_stale, temporary_folder
 from kvtier.types import BlockShape, Compression, IoMode, LayerGroup, Tier
-
-DIRECT_STREAM_THREADS = 32
 
 
 @contextmanager
@@ -60,7 +59,13 @@ def gpu_budget(config: KVTierConfig, group: LayerGroup) -> GpuBudget:
 
 
 def build_lower(
-    config: KVTierConfig, group: LayerGroup, budgets: dict[Tier, int], stores: dict[Tier, Store], *, joined: bool
+    config: KVTierConfig,
+    group: LayerGroup,
+    budgets: dict[Tier, int],
+    stores: dict[Tier, Store],
+    *,
+    joined: bool,
+    staging: int,
 ) -> None:
     """Make the stores below the gpu tier, in host memory and on disk, and say what each may take.
 
@@ -68,6 +73,7 @@ def build_lower(
         budgets: holds the gpu tier's; those of the others are added, in bytes.
         stores: each is added as soon as it is made; after an error they are the caller's to close.
         joined: how the cpu tier's slab is laid out.
+        staging: bytes that the device takes of the cpu tier's budget, without one of the page cache's.
 
     Raises: ConfigError, BudgetError, FolderInUseError.
     """
@@ -85,8 +91,15 @@ def build_lower(
                     f"{size_and_bytes(min_budget_bytes(shape))}: give a folder on a disk, or raise tiers.cpu.budget"
                 )
             cpu_bytes -= nvme_bytes
+        if cpu_bytes:
+            cpu_slots(cpu_bytes, shape, slot_bytes(shape), staging)  # refused before there is a folder
         budgets[Tier.NVME] = nvme_bytes
-        store = _nvme_store(shape, tiers.nvme, nvme_bytes, folder)
+        page_cache_bytes = files_bytes(
+            tiers.nvme.page_cache.resolve(system.memory_limit_bytes()),
+            staging=0 if cpu_bytes else staging,
+            rooms=config.io_threads * joined_room_bytes(shape) if joined else 0,
+        )
+        store = _nvme_store(shape, tiers.nvme, nvme_bytes, folder, page_cache_bytes)
         stores[Tier.NVME] = store
         if store.ceiling_bytes() < nvme_bytes:
             logger.warning(
@@ -94,12 +107,7 @@ def build_lower(
                 "that", size_and_bytes(nvme_bytes), store.folder, size_and_bytes(store.ceiling_bytes()),
             )  # fmt: skip
     if cpu_bytes:
-        num_slots = cpu_bytes // slot_bytes(shape)
-        if num_slots < 1:
-            raise BudgetError(
-                f"tiers.cpu.budget is {size_and_bytes(cpu_bytes)}, its minimum is {size_and_bytes(slot_bytes(shape))}: "
-                f"one block of {shape.block_tokens} tokens. Raise it, lower block_tokens, or leave the cpu tier out"
-            )
+        num_slots = cpu_slots(cpu_bytes, shape, slot_bytes(shape), staging)
         budgets[Tier.CPU] = cpu_bytes
         in_memory = cpu_bytes + (budgets[Tier.GPU] if device.type == "cpu" else 0)
         if in_memory > system.memory_limit_bytes():
@@ -111,16 +119,13 @@ def build_lower(
             stores[Tier.CPU] = CpuStore(shape, num_slots, device.type == "cuda", joined)
 
 
-def read_threads(nvme: Store | None, num_threads: int, ring_slices: int, *, is_on_host: bool) -> ReadThreads:
+def read_threads(nvme: Store | None, config: KVTierConfig, ring_slices: int, *, is_on_host: bool) -> ReadThreads:
     """How reads that are streamed are spread over threads. `is_on_host`: they go straight to where attention is."""
-    few = ReadThreads(num_threads, num_threads)
+    few = config.io_threads
     if not isinstance(nvme, NvmeStore) or nvme.io.mode is not IoMode.DIRECT or nvme.compression is not Compression.NONE:
-        return few
-    if not is_on_host:  # through staging, a buffer for each thread
-        return few
-    # Past the page cache only many reads at a time keep a disk busy; more than the ring holds would do nothing.
-    of_files = max(num_threads, min(DIRECT_STREAM_THREADS, ring_slices))
-    return ReadThreads(num_threads, of_files, lambda: nvme.reads_together)
+        return ReadThreads(few, few)
+    reads_together = (lambda: nvme.reads_together) if is_on_host else (lambda: False)
+    return ReadThreads(few, most_stream_threads(config, ring_slices), reads_together)
 
 
 def _nvme_root(nvme: NvmeTierConfig) -> Path:
@@ -133,8 +138,9 @@ def _nvme_root(nvme: NvmeTierConfig) -> Path:
     return root
 
 
-def _nvme_store(shape: BlockShape, nvme: NvmeTierConfig, num_bytes: int, root: Path) -> NvmeStore:
-    page_cache_bytes = nvme.page_cache.resolve(system.memory_limit_bytes())
+def _nvme_store(
+    shape: BlockShape, nvme: NvmeTierConfig, num_bytes: int, root: Path, page_cache_bytes: int
+) -> NvmeStore:
     ways: dict[str, Any] = {
         "io": nvme.io,
         "page_cache_bytes": page_cache_bytes,

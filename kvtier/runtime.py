@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvtier import attention_cuda
+from kvtier.budget import staging_bytes
 from kvtier.config import KVTierConfig
 from kvtier.cuda_device import open_device, timing_mark
 from kvtier.device import Device
@@ -114,7 +115,11 @@ class Runtime:
         place = torch.device(group.device)
         device = self._device = open_device(place)
         joined = not device.is_async and joins(shape, place)
-        build_lower(config, group, self.budgets, self.stores, joined=joined)
+        self.staging = device.staging()
+        """Beside slots, of the cpu tier's budget; without that tier, of the page cache's."""
+        planned = staging_bytes(config, shape, self.gpu_budget.ring_slices) if device.is_async else 0
+        self.staging.budget_bytes = planned
+        build_lower(config, group, self.budgets, self.stores, joined=joined, staging=planned)
         dtype: torch.dtype = getattr(torch, group.dtype)
         with budget_error("tiers.gpu.budget", self.gpu_budget.budget_bytes):
             gpu = GpuStore(shape, self.gpu_budget.num_slots, dtype, place, joined)
@@ -181,9 +186,7 @@ class Runtime:
                 begin_slices=engine.begin_slices,
                 prefetch=prefetch,
                 metrics=self.metrics,
-                threads=read_threads(
-                    nvme, config.io_threads, self.gpu_budget.ring_slices, is_on_host=not device.is_async
-                ),
+                threads=read_threads(nvme, config, self.gpu_budget.ring_slices, is_on_host=not device.is_async),
                 io_timeout_s=config.io_timeout_s,
                 breaker=self.placement.breakers.get(Tier.NVME),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import mmap
 import re
 from dataclasses import dataclass
 
@@ -30,6 +31,11 @@ def size_and_bytes(num_bytes: int) -> str:
         return f"{exact} ({num_bytes} bytes)"
     hundredths = -(-num_bytes * 100 // _UNIT_BYTES[unit])
     return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + f"{unit} ({num_bytes} bytes)"
+
+
+def whole_pages(num_bytes: int) -> int:
+    """What so many bytes of memory take that shares no page with other memory."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def unit_names() -> list[str]:

@@ -39,6 +39,8 @@ def stats(runtime: Runtime) -> dict[str, Any]:
             "recomputed_blocks": metrics.recomputed_blocks,
             "dropped_blocks": metrics.dropped_blocks,
             "prefix_cache": runtime.prefix_cache.as_dict(),
+            "staging_bytes": runtime.staging.num_bytes,
+            "staging_budget_bytes": runtime.staging.budget_bytes,
             "untiered_bytes": runtime.untiered.used_bytes(),
             "stall_s": metrics.stall_s,
             "bound": _bound(runtime),
@@ -64,6 +66,9 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
         if tier is Tier.GPU:
             used += runtime.gpu_budget.fixed_bytes + runtime.untiered.used_bytes()
             peak += runtime.gpu_budget.fixed_bytes + runtime.untiered.peak_bytes
+        elif tier is Tier.CPU:
+            staging = runtime.staging.num_bytes  # kept until the end: the most is what there is
+            used, peak = used + staging, peak + staging
     else:
         used = store.used_bytes()
         peak = store.peak_bytes() if isinstance(store, NvmeStore) else used
@@ -85,7 +90,7 @@ def _tier_stats(runtime: Runtime, tier: Tier) -> dict[str, Any]:
             "folder": str(store.folder),
             "io": store.io.mode.value,
             "io_reason": store.io.reason,
-            "host_bytes": store.host_bytes(),
+            "host_bytes": store.host_bytes() + (0 if Tier.CPU in runtime.stores else runtime.staging.num_bytes),
         }
     return {**stats, **_of_nvme(runtime, tier)}
 

@@ -13,8 +13,9 @@ from kvtier.planner.models import find_card
 from kvtier.planner.rates import DiskRow, Rates
 
 
-def config(**tiers: Any) -> KVTierConfig:
-    return load_config({"tiers": {name: {"budget": budget} for name, budget in tiers.items()}})
+def config(threads: int = 4, **tiers: Any) -> KVTierConfig:
+    budgets = {name: {"budget": budget} for name, budget in tiers.items()}
+    return load_config({"tiers": budgets, "io_threads": threads})
 
 
 def card(name: str = "Llama-3.1-8B", **changes: Any) -> ModelCard:
@@ -34,6 +35,8 @@ def a_machine(*, cuda: bool = True, **rows: float) -> Rates:
     if cuda:
         found |= {("gpu 0", "memory"): 80e9, ("gpu 0", "free"): 78e9}
         found |= {("gpu 0", f"{way}, pinned, 64 MiB"): 20e9 for way in ("host to device", "device to host")}
+        if "short_copies" in rows:
+            found["gpu 0", "host to device, pinned, 1 MiB"] = rows["short_copies"]
     found |= {("memory", "may be used"): rows["host"]} if "host" in rows else {}
     if rows.get("decoding"):
         found |= _decoding(place, threads)

@@ -15,6 +15,8 @@ from kvtier.doctor.limits import Limits
 from kvtier.system import is_memory_backed, is_network
 from kvtier.types import IoMode
 
+CUDA_LAYER_TOKEN_BYTES = 4096
+"""K and V of one token in one layer of an 8B model in 16 bits (8 KV heads of 128): 256 tokens are 1 MiB."""
 SLICE_BYTES = 384 << 10
 """A slice of SmolLM2-135M in fp32, 256 tokens; the size that the proposal goes by."""
 
@@ -61,6 +63,14 @@ class Facts:
     def cuda(self) -> tuple[Gpu, ...]:
         """The CUDA devices; none is not an error."""
         return () if isinstance(self.gpus, NotMeasured) else self.gpus
+
+    def copies_up(self) -> dict[int, float]:
+        """Bytes a second from pinned host memory to the slowest CUDA device, by bytes of a copy; those measured."""
+        found: dict[int, float] = {}
+        for copy in (copy for gpu in self.cuda for copy in gpu.copies if copy.is_pinned and copy.to_device):
+            if not isinstance(copy.bytes_per_s, NotMeasured):
+                found[copy.piece_bytes] = min(copy.bytes_per_s, found.get(copy.piece_bytes, copy.bytes_per_s))
+        return found
 
     def read_rate(self, mode: IoMode, request_bytes: int = SLICE_BYTES) -> float | NotMeasured:
         """The best of the depths."""

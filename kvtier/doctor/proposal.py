@@ -11,9 +11,10 @@ from typing import Any
 from kvtier.config import KVTierConfig, load_config
 from kvtier.config_files import parse_yaml
 from kvtier.config_tiers import MIN_PAGE_CACHE_BYTES
+from kvtier.copy_length import LONG_BYTES, copy_rate, long_block_tokens
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk_rates import Access
-from kvtier.doctor.facts import SLICE_BYTES, Facts
+from kvtier.doctor.facts import CUDA_LAYER_TOKEN_BYTES, SLICE_BYTES, Facts
 from kvtier.rate import Rate
 from kvtier.size import Size
 from kvtier.terminal import printable
@@ -21,6 +22,7 @@ from kvtier.types import IoMode
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LEAST_NVME_BYTES = 256 * _MIB
+_MOVING_BYTES = 32 * _MIB  # buffers of up to 16 threads that move blocks, of a mebibyte each, and files beside them
 _TIE = 1.1  # as the nvme store: a tie goes to direct, which spends neither page cache nor a copy
 
 # Shares of the available memory. The rest is the model's (weights, activations, logits), which no budget counts.
@@ -103,7 +105,9 @@ def faster_mode(facts: Facts) -> tuple[IoMode, str]:
 def _lines(facts: Facts, path: Path | None, max_writes: Rate | None) -> Iterator[Line]:
     mode, why_mode = faster_mode(facts)
     nvme = _nvme_bytes(facts)
-    yield Line(0, "block_tokens", *_block_tokens(facts, mode, nvme))
+    yield Line(0, "block_tokens", *_for_copies(facts, *_block_tokens(facts, mode, nvme)))
+    if facts.cuda:
+        yield Line(0, "", "", "for a smaller model more: `kvtier plan --model` says which block_tokens its copies want")
     yield Line(0, "tiers", "", "")
     available = facts.limits.available_bytes
     free = f"the {size_words(available)} of memory that are available now"
@@ -158,8 +162,10 @@ def _nvme_lines(facts: Facts, path: Path | None, budget: int, mode: IoMode, why_
     else:
         yield Line(2, "path", json.dumps(str(path)), "as you gave it; what lies there reveals prompts")
     yield Line(2, "io", mode.value, why_mode)
-    page_cache = max(MIN_PAGE_CACHE_BYTES, min(256 * _MIB, facts.limits.available_bytes // 32 // _MIB * _MIB))
-    why = "enough for the ring to run ahead, and at most a 32nd of what is available"
+    available = facts.limits.available_bytes
+    page_cache = min(256 * _MIB, max(available // 32, min(_MOVING_BYTES, available // 8)) // _MIB * _MIB)
+    page_cache = max(MIN_PAGE_CACHE_BYTES, page_cache)
+    why = "enough for the ring to run ahead and for moving threads, and about a 32nd of what is available at most"
     yield Line(2, "page_cache", str(Size(page_cache)), why)
 
 
@@ -176,6 +182,22 @@ def _block_tokens(facts: Facts, mode: IoMode, nvme: int | NotMeasured) -> tuple[
     if middle < 0.7 * large and facts.limits.available_bytes > 4 * _GIB:
         return "512", f"this disk is fast with long reads only: {words}"
     return "256", f"reads of a block's slice are long enough: {words}"
+
+
+def _for_copies(facts: Facts, block_tokens: str, why: str) -> tuple[str, str]:
+    """No shorter than copies to a device want."""
+    least = long_block_tokens(CUDA_LAYER_TOKEN_BYTES, None)
+    if not facts.cuda or int(block_tokens) >= least:
+        return block_tokens, why
+    why = "slices of an 8B model in 16 bits are 1 MiB, which copies to the device should be"
+    return str(least), why + reach(facts, LONG_BYTES)
+
+
+def reach(facts: Facts, piece_bytes: int) -> str:
+    """What copies to the device of that size reach, for the end of a sentence; empty where it was not measured."""
+    rates = facts.copies_up()
+    rate = copy_rate(piece_bytes, rates)
+    return "" if rate is None else f": they reach about {gigabytes(rate)} of {gigabytes(rates[max(rates)])}"
 
 
 def _reading_lines(facts: Facts, mode: IoMode) -> Iterator[Line]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from kvtier.config import KVTierConfig
 from kvtier.config_files import check_nvme_path
+from kvtier.copy_length import LONG_BYTES, long_block_tokens
 from kvtier.doctor.answer import NotMeasured
-from kvtier.doctor.facts import Facts
+from kvtier.doctor.facts import CUDA_LAYER_TOKEN_BYTES, Facts
 from kvtier.doctor.limits import UNLIMITED
-from kvtier.doctor.proposal import gigabytes, size_words
+from kvtier.doctor.proposal import gigabytes, reach, size_words
 from kvtier.errors import ConfigError
 from kvtier.policy import load_eviction, load_prefetch
 from kvtier.rate import Rate
@@ -35,7 +36,7 @@ def warnings(facts: Facts, config: KVTierConfig | None) -> list[str]:
     """What is not as it should be, in plain words; `config` is the given one, else the proposal."""
     return [
         *_disk_warnings(facts), *_limit_warnings(facts, config), *_write_warnings(facts, config),
-        *_room_warnings(facts, config),
+        *_room_warnings(facts, config), *_copy_warnings(facts, config),
     ]  # fmt: skip
 
 
@@ -120,6 +121,19 @@ def _room_warnings(facts: Facts, config: KVTierConfig | None) -> Iterator[str]:
             f"tiers.nvme.budget is {size_words(budget)}, and {size_words(room)} may be taken in "
             f"{place.folder} while 5 % of the disk stays free: kvtier would go on with that. Lower the budget, or free "
             "space"
+        )
+
+
+def _copy_warnings(facts: Facts, config: KVTierConfig | None) -> Iterator[str]:
+    if config is None or not facts.cuda or not any(config.tiers.budget(tier).amount for tier in (Tier.CPU, Tier.NVME)):
+        return
+    slice_bytes = config.block_tokens * CUDA_LAYER_TOKEN_BYTES
+    least = long_block_tokens(CUDA_LAYER_TOKEN_BYTES, None)
+    if slice_bytes < LONG_BYTES:
+        yield (
+            f"block_tokens is {config.block_tokens}: slices of {EXAMPLE_CUDA[0]} are {size_words(slice_bytes)}, short "
+            f"for copies to the device{reach(facts, slice_bytes)}. Give {least} or more (what lies in tiers.nvme.path "
+            "is then not found any more); `kvtier plan --model` says how many for your model"
         )
 
 

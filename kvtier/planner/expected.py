@@ -118,7 +118,8 @@ def expected_round(
     ]  # fmt: skip
     beside: list[Term] = []
     if on_cuda:
-        beside.append(_by_rate("host to device", streamed * shape.block_bytes, rates.copies(to_device=True)))
+        rate = rates.copies_up_of(shape.slice_bytes) or rates.copies(to_device=True)  # slice by slice
+        beside.append(_by_rate("host to device", streamed * shape.block_bytes, rate))
     if placed.blocks[Tier.NVME]:
         # A device's kernels run by themselves; the thread that starts them takes a core all the same.
         busy = 1 if on_cuda else num_threads or rates.cores

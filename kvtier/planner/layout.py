@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from kvtier.budget import GpuBudget, split_gpu_budget
+from kvtier.budget import GpuBudget, cpu_slots, files_bytes, split_gpu_budget, staging_bytes
 from kvtier.config import KVTierConfig
 from kvtier.config_tiers import NvmeTierConfig
 from kvtier.errors import BudgetError, ConfigError
@@ -20,6 +20,7 @@ from kvtier.planner.rates import HOW, Rates
 from kvtier.size import SizeUnit, size_and_bytes
 from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes, sessions_room_bytes
 from kvtier.stores.slot_format import Geometry
+from kvtier.stores.slot_payload import joined_room_bytes
 from kvtier.stores.space_limits import SpaceLimits, expected_frac
 from kvtier.types import AttentionMode, BlockShape, Tier
 
@@ -72,6 +73,8 @@ class Layout:
     shape: BlockShape
     gpu: GpuBudget | None
     """None: the gpu budget is below its minimum."""
+    staging_bytes: int
+    """Of the cpu tier's budget, or without one of the page cache's, for copies between files and a CUDA device."""
     rooms: tuple[TierRoom, ...]
     limits: tuple[Limit, ...]
     """Tightest first."""
@@ -149,7 +152,14 @@ def lay_out(
         )
     except BudgetError as error:
         limits.append(Limit("gpu budget", 0, str(error)))
-    slots = {Tier.GPU: 0 if gpu is None else gpu.num_slots, Tier.CPU: cpu_bytes // shape.block_bytes, Tier.NVME: 0}
+    slots = {Tier.GPU: 0 if gpu is None else gpu.num_slots, Tier.CPU: 0, Tier.NVME: 0}
+    staging = staging_bytes(config, shape, gpu.ring_slices) if gpu is not None and device != "cpu" else 0
+    try:
+        if cpu_bytes:
+            slots[Tier.CPU] = cpu_slots(cpu_bytes, shape, shape.block_bytes, staging)
+    except BudgetError as error:
+        limits.append(Limit("cpu budget", 0, str(error)))
+    limits += _page_cache_limit(config, shape, rates, 0 if cpu_bytes else staging, device)
     if tiers.nvme is not None and nvme_bytes:
         slots[Tier.NVME] = _nvme_slots(shape, tiers.nvme, nvme_bytes)
     budgets = {Tier.GPU: gpu_bytes, Tier.CPU: cpu_bytes, Tier.NVME: nvme_bytes}
@@ -161,6 +171,7 @@ def lay_out(
         int(total) if total is not None else card.weights_bytes + gpu_bytes,
         shape,
         gpu,
+        staging,
         tuple(_rooms(config, budgets, slots)),
         (),
     )
@@ -177,6 +188,21 @@ def _resolve(config: KVTierConfig, tier: Tier, total: float | None) -> int:
             f"rates: {HOW}"
         )
     return budget.resolve(int(total or 0))
+
+
+def _page_cache_limit(
+    config: KVTierConfig, shape: BlockShape, rates: Rates | None, staging: int, device: str
+) -> Iterator[Limit]:
+    nvme, host_bytes = config.tiers.nvme, None if rates is None else rates.host_bytes
+    if nvme is None or not nvme.budget.amount:
+        return
+    if nvme.page_cache.unit is SizeUnit.PERCENT and host_bytes is None:
+        return  # of what is not known
+    rooms = config.io_threads * joined_room_bytes(shape) if device == "cpu" and shape.key_dim == shape.value_dim else 0
+    try:
+        files_bytes(nvme.page_cache.resolve(int(host_bytes or 0)), staging, rooms)
+    except BudgetError as error:
+        yield Limit("page cache", 0, str(error))
 
 
 def _nvme_slots(shape: BlockShape, nvme: NvmeTierConfig, num_bytes: int) -> int:
@@ -211,16 +237,15 @@ def _limits(layout: Layout, budgets: dict[Tier, int], rates: Rates | None) -> It
             f"{decimal(together)}, and the device has {decimal(layout.device_bytes)}: lower the budget, or take a "
             "smaller model or dtype",
         )
-    least = {Tier.CPU: shape.block_bytes, Tier.NVME: min_budget_bytes(shape)}
-    for tier, least_bytes in least.items():
-        if 0 < budgets[tier] < least_bytes:
-            yield Limit(
-                f"{tier.label} budget",
-                0,
-                f"tiers.{tier.label}.budget is {size_and_bytes(budgets[tier])}, its minimum for blocks of "
-                f"{shape.block_tokens} tokens is {size_and_bytes(least_bytes)}: raise it, lower block_tokens, or "
-                "leave the tier out",
-            )
+    least_bytes = min_budget_bytes(shape)
+    if 0 < budgets[Tier.NVME] < least_bytes:
+        yield Limit(
+            "nvme budget",
+            0,
+            f"tiers.nvme.budget is {size_and_bytes(budgets[Tier.NVME])}, its minimum for blocks of "
+            f"{shape.block_tokens} tokens is {size_and_bytes(least_bytes)}: raise it, lower block_tokens, or leave the "
+            "tier out",
+        )
     host = budgets[Tier.CPU] + (together if layout.device == "cpu" else 0)
     if rates is not None and rates.host_bytes is not None and host > rates.host_bytes:
         yield Limit(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.copy_length import copy_rate
 from kvtier.errors import ConfigError
 from kvtier.planner.models import read_json
 from kvtier.types import IoMode
@@ -124,6 +125,11 @@ class Rates:
         """Bytes a second between pinned host memory and the device, by 64 MiB; None without CUDA."""
         way = "host to device" if to_device else "device to host"
         return self.rows.get(("gpu 0", f"{way}, pinned, 64 MiB"))
+
+    def copies_up_of(self, piece_bytes: int) -> float | None:
+        """As `copies` to the device, in pieces of that size; None without two rates to tell it by."""
+        known = {size << 20: self.rows.get(("gpu 0", f"host to device, pinned, {size} MiB")) for size in (1, 64)}
+        return copy_rate(piece_bytes, {size: rate for size, rate in known.items() if rate is not None})
 
     def disk_rate(self, access: str, io: IoMode, request_bytes: int) -> float | None:
         """The best depth's rate at the nearest request size; with `auto` of the faster way.

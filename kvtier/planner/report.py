@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from kvtier import __version__
 from kvtier.bound import Bound
 from kvtier.config import read_config
 from kvtier.errors import ConfigError
 from kvtier.planner.bound import decode_round, first_token, rows_at_once
+from kvtier.planner.copies import short_copies
 from kvtier.planner.expected import Expected, expected_round, speeds
 from kvtier.planner.layout import Layout, Limit, lay_out
 from kvtier.planner.models import find_card
 from kvtier.planner.rates import HOW, Rates, read_rates
 from kvtier.size import Size, SizeUnit
-from kvtier.types import AttentionMode
+from kvtier.types import AttentionMode, Tier
 
 FORMAT = 1
 EXIT_FITS, EXIT_BREAKS = 0, 1
@@ -232,6 +235,11 @@ def _notes(plan: Plan) -> Iterator[str]:
         )
     if card.num_linear:
         yield f"{card.num_linear} layers of linear attention keep a state of fixed size, which is in no figure here"
+    if layout.staging_bytes:
+        owner = "tiers.cpu.budget" if layout.config.tiers.budget(Tier.CPU).amount else "tiers.nvme.page_cache"
+        yield f"{decimal(layout.staging_bytes)} of {owner} are staging between files and the device, by io_threads"
+    if words := short_copies(layout, rates):
+        yield words
     if plan.wishes.device_memory:
         yield "the device's memory is as --device-memory says"
     elif rates is None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from kvtier.budget import gpu_bytes_for
+from kvtier.budget import gpu_bytes_for, staging_bytes
+from kvtier.config import read_config
 from kvtier.hf import describe
 from kvtier.hf.tiny import VOCABULARY, plain_cache, tiny_llama
+from kvtier.lower_tiers import gpu_budget
 from kvtier.model import TieredKV
 from kvtier.selftest.check import FailedCheck, Figures
 from kvtier.stores.slab import slot_bytes
@@ -43,7 +45,7 @@ class Way:
         """Budgets of a few blocks, so that a prompt of twenty-four needs all three tiers."""
         group = describe(model, self.block_tokens)
         block_bytes = group.shape.block_bytes
-        return {
+        config = {
             "attention": self.mode,
             "host_attention": self.host_attention,
             "block_tokens": self.block_tokens,
@@ -55,6 +57,7 @@ class Way:
                 "nvme": {"budget": 64 * rows * block_bytes + (16 << 20), "path": str(folder)},
             },
         }
+        return with_staging(config, group) if self.device.type == "cuda" else config
 
     def _gpu_bytes(self, group: LayerGroup, rows: int, num_tokens: int) -> int:
         """The least with slots for the blocks that a chunk fills, and in gathered mode room for a layer."""
@@ -71,6 +74,14 @@ class Way:
             streams=True,
             wide=group.is_wide,
         )
+
+
+def with_staging(config: dict[str, Any], group: LayerGroup) -> dict[str, Any]:
+    """The same with what a device with queues takes of the cpu tier's budget added to it, which is in bytes."""
+    known, tiers = read_config(config), config["tiers"]
+    staging = staging_bytes(known, group.shape, gpu_budget(known, group).ring_slices)
+    cpu_bytes = known.tiers.budget(Tier.CPU).resolve(0)
+    return config | {"tiers": tiers | {"cpu": tiers["cpu"] | {"budget": cpu_bytes + staging}}}
 
 
 def compare(way: Way, course: Course, folder: Path, rows: int, num_blocks: int) -> Figures:

@@ -399,8 +399,9 @@ class NvmeStore(Store):
         return self._space.peak_bytes()
 
     def host_bytes(self) -> int:
-        """Host memory held for the files now, at most `page_cache_bytes`: page cache, or staging."""
-        return self._io.host_bytes()
+        """Host memory held for the files now: at most `page_cache_bytes` of page cache, or staging; and
+        `joined_room_bytes` for each thread that has moved joined blocks."""
+        return self._io.host_bytes() + self._codec.rooms_bytes()
 
     def prefetch(self, slot: Slot, layer: int) -> None:
         """Ask for one slice to be in the page cache soon, if there is one; returns at once. Errors as `read_slice`."""

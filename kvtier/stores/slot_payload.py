@@ -22,7 +22,7 @@ class PayloadCodec:
     """Encodes as the config says, and decodes whatever a slot says. Any number of threads at once.
 
     Memory: a block while one is encoded; for each thread that ever decoded a slice one, and for each that ever moved a
-    block of a joined slab a slice or a mebibyte, whichever is more, and a page.
+    block of a joined slab `joined_room_bytes`.
     """
 
     def __init__(self, shape: BlockShape, compression: Compression) -> None:
@@ -33,6 +33,7 @@ class PayloadCodec:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._raw_bytes = self._stored_bytes = 0
+        self._num_rooms = 0
         if compression is Compression.ZSTD:
             if shape.element_bytes not in ZSTD_NUMBERS or shape.slice_bytes >= ENCODED_SLICE_LIMIT:
                 raise ConfigError(
@@ -112,10 +113,16 @@ class PayloadCodec:
     def room(self, num_bytes: int) -> Bytes:
         """Room for a group behind a part of a page, on a page's boundary: this thread's own until it asks again."""
         if not hasattr(self._local, "room"):
-            group_bytes = max(self._shape.slice_bytes, min(BUFFER_BYTES, self._shape.block_bytes))
-            self._local.room = _aligned(group_bytes + PAGE_BYTES)
+            self._local.room = _aligned(_room_bytes(self._shape))
+            with self._lock:
+                self._num_rooms += 1
         room: Bytes = self._local.room
         return room[:num_bytes]
+
+    def rooms_bytes(self) -> int:
+        """Host memory of the rooms that were ever made: a thread keeps its own for as long as it runs."""
+        with self._lock:
+            return self._num_rooms * joined_room_bytes(self._shape)
 
     def buffer(self, num_bytes: int) -> Bytes:
         """Room for an encoded slice, this thread's own until it asks again."""
@@ -132,6 +139,16 @@ class PayloadCodec:
         with self._lock:
             self._raw_bytes += raw_bytes
             self._stored_bytes += stored_bytes
+
+
+def joined_room_bytes(shape: BlockShape) -> int:
+    """Host memory that a thread takes, once and for all, which moves blocks of joined slabs."""
+    return _room_bytes(shape) + PAGE_BYTES  # to begin on a page
+
+
+def _room_bytes(shape: BlockShape) -> int:
+    """A slice or a mebibyte, whichever is more, and a part of a page."""
+    return max(shape.slice_bytes, min(BUFFER_BYTES, shape.block_bytes)) + PAGE_BYTES
 
 
 def _aligned(num_bytes: int) -> Bytes:

@@ -16,6 +16,7 @@ from kvtier.attention import Kernel, causal_attention, merge, pack, partial_atte
 from kvtier.attention_cuda import Case, Way, definition
 from kvtier.cuda_device import CudaDevice
 from kvtier.device import DONE, Copy, Event
+from kvtier.hf import describe
 from kvtier.selftest import exactness, parts
 from kvtier.stores.cpu import CpuStore
 from kvtier.stores.gpu import GpuStore
@@ -194,7 +195,8 @@ def test_three_turns_on_cuda_agree_with_the_plain_cache(mode: str, dtype: torch.
     gpu = 80 * dtype.itemsize if mode == "blockwise" else 400  # KiB: gathered needs scratch for whole chunks
     budgets = {"gpu": gpu << 10, "cpu": 16 * dtype.itemsize << 10, "nvme": 16 << 20}
     tiers = {tier: {"budget": budget} for tier, budget in budgets.items()}
-    with TieredKV(model, {**TINY, "tiers": tiers, "attention": mode}) as tiered:
+    config = {**TINY, "tiers": tiers, "attention": mode}
+    with TieredKV(model, exactness.with_staging(config, describe(model, 16))) as tiered:
         cache = tiered.new_cache()
         for _ in range(3):
             arguments = {
@@ -228,7 +230,8 @@ def test_steps_are_in_order_on_a_busy_device_whose_memory_was_nan(mode: str, hos
         cache = DynamicCache(config=model.config)
         plain += [model(piece, cache=cache).logits for piece in each]
     tiers = {**TINY["tiers"], "gpu": {"budget": "320KiB" if mode == "blockwise" else "512KiB"}}
-    with TieredKV(model, {**TINY, "tiers": tiers, "attention": mode, "host_attention": host_attention}) as tiered:
+    config = {**TINY, "tiers": tiers, "attention": mode, "host_attention": host_attention}
+    with TieredKV(model, exactness.with_staging(config, describe(model, 16))) as tiered:
         runtime = tiered._runtime
         store, ring = runtime.stores[Tier.GPU], runtime.executor.ring
         assert isinstance(store, GpuStore) and ring is not None

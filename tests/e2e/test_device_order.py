@@ -27,7 +27,8 @@ CONFIG = {
     "prefill_chunk": 24,
     "io_threads": 2,
     "host_attention": "never",  # all through the ring, unless a test says otherwise
-    "tiers": {"gpu": {"budget": "40KiB"}, "cpu": {"budget": "9KiB"}, "nvme": {"budget": "1MiB"}},
+    # cpu: two blocks of 4 KiB, and staging of two blocks and two slices, each in whole pages
+    "tiers": {"gpu": {"budget": "40KiB"}, "cpu": {"budget": "25KiB"}, "nvme": {"budget": "1MiB"}},
 }
 CHUNKS = (88, 1, 1, 20, 1)
 ROUNDING = 2e-5

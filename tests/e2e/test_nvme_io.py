@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from kvtier import TieredKV
+from kvtier.budget import DIRECT_STREAM_THREADS
 from kvtier.errors import BudgetError
-from kvtier.lower_tiers import DIRECT_STREAM_THREADS
 from kvtier.stores.kernel_aio import KernelAio
+from kvtier.stores.slot_payload import joined_room_bytes
+from kvtier.types import Tier
 from tests.e2e.families import tiny, tokens
 
 
@@ -33,7 +35,7 @@ def test_generation_through_either_way(tmp_path: Path, io: str, has_aio: bool, m
     model, ids = tiny("llama"), tokens(700)
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     before = threading.enumerate()
-    with TieredKV(model, _config(tmp_path, io, page_cache="4MiB")) as tiered:
+    with TieredKV(model, _config(tmp_path, io, page_cache="5MiB")) as tiered:
         assert torch.equal(tiered.generate(ids, max_new_tokens=8, do_sample=False), expected)
         nvme = tiered.stats()["tiers"]["nvme"]
         streams = [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-stream")]
@@ -48,7 +50,9 @@ def test_generation_through_either_way(tmp_path: Path, io: str, has_aio: bool, m
             assert nvme["io"] == "mmap"
             assert len(streams) == 2
         assert ("not measured" in nvme["io_reason"]) == (io == "auto")
-        assert 0 < nvme["host_bytes"] <= 4 << 20
+        rooms_bytes = runtime.stores[Tier.NVME]._codec.rooms_bytes()
+        assert 0 < rooms_bytes <= 2 * joined_room_bytes(runtime.group.shape), "one for each of io_threads"
+        assert rooms_bytes <= nvme["host_bytes"] <= 5 << 20
         tiered.check_integrity()
 
 
@@ -56,6 +60,8 @@ def test_a_share_of_memory_that_is_too_little_is_a_budget_error(tmp_path: Path) 
     model = tiny("llama")
     with pytest.raises(BudgetError, match=r"tiers\.nvme\.page_cache is .*\d+ bytes\)?, its minimum is"):
         TieredKV(model, _config(tmp_path, "mmap", page_cache="0.000001%"))
+    with pytest.raises(BudgetError, match=r"page_cache is 4MiB .* for files \+ for blocks on their way, one buffer"):
+        TieredKV(model, _config(tmp_path, "mmap", page_cache="4MiB"))
     assert "forward" not in vars(model)
     with TieredKV(model, _config(tmp_path, "direct")):
         pass  # the folder's lock was given back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,24 @@ from rich.console import Console
 
 from kvtier.benchmarks import conversations, models, soak
 from kvtier.benchmarks.models import LoadedModel
+from kvtier.benchmarks.soak import run_soak
 from kvtier.cli import main
 from kvtier.errors import ConfigError
-from tests.e2e.soaking import CONFIG, soak_quietly, tiny_loaded
+from tests.e2e.soaking import CONFIG, options, soak_quietly, tiny_loaded
 
 loaded = pytest.fixture(scope="module")(tiny_loaded)
 
 
 def test_soak_passes_and_lives_on_nvme(loaded: LoadedModel) -> None:
-    report = soak_quietly(loaded)
-    document = report.document
+    out = io.StringIO()
+    report = run_soak(options(), Console(file=out, width=200), loaded)
+    document, summary = report.document, out.getvalue()
+    bound = document["bound"]
+    assert bound["steps"] > 54 and 0 < bound["bound_s"] <= bound["took_s"] and 0 < bound["bound_frac"] <= 1.0001
+    assert bound["edges"]["nvme_to_gpu"]["bytes"] > 0 and bound["binding"] in ("compute", *bound["edges"])
+    assert sum(bound["stalls"].values()) == pytest.approx(document["stall_s"])
+    assert f"{bound['bound_frac']:.0%} of the bound" in summary and "waited for: " in summary
+    assert all(edge.replace("_to_", " → ") in summary for edge in bound["edges"]) and "GB/s" in summary
     assert document["errors"] == document["budget_violations"] == document["leaks"] == []
     assert document["verdict"] == "pass" and report.exit_status == 0
     assert document["turns"] == 9 and document["tokens"] == document["verified_tokens"] == 54

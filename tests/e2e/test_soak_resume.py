@@ -102,6 +102,9 @@ def test_a_resumed_run_ends_with_the_same_tokens(
     for counter in ("tokens", "committed_tokens", "gpu_to_cpu_bytes", "stall_s"):
         assert columns[counter] == sorted(columns[counter]), counter
     assert columns["tokens"][-1] == document["tokens"] == 36
+    bound, of_first = document["bound"], first.document["bound"]
+    assert bound["steps"] > of_first["steps"] > whole["bound"]["steps"] // 3 and bound["bound_frac"] <= 1.0001
+    assert sum(bound["stalls"].values()) == pytest.approx(document["stall_s"])
     file.remove()
     assert list(tmp_path.iterdir()) == []
 

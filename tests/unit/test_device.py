@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 
 import pytest
@@ -96,8 +97,30 @@ def test_a_staging_buffer_is_nobody_elses_before_its_copy_is_over() -> None:
         with pool.buffer(8) as second:
             second.host.fill_(7)
     assert there.tolist() == [5] * 8 and not device.violations
-    assert made == [8, 8] and pool.num_bytes == 16
+    page = mmap.PAGESIZE  # locked memory shares its pages with nobody's
+    assert made == [page, page] and pool.num_bytes == 2 * page
     assert len(pool.clear()) == 2 and pool.num_bytes == 0
+
+
+def test_staging_never_grows_beyond_what_was_planned() -> None:
+    pool = HostDevice().staging()
+    pool.budget_bytes = 2 * mmap.PAGESIZE
+    with pool.buffer(8), pool.buffer(9):
+        with pytest.raises(IntegrityError, match="staging"), pool.buffer(8):
+            pass
+        assert pool.num_bytes == pool.budget_bytes
+    with pool.buffer(8), pool.buffer(9):
+        pass
+
+
+def test_a_staging_buffer_that_could_not_be_allocated_is_not_counted() -> None:
+    def refuse(num_bytes: int) -> torch.Tensor:
+        raise MemoryError(num_bytes)
+
+    pool = StagingPool(refuse)
+    with pytest.raises(MemoryError), pool.buffer(8):
+        pass
+    assert pool.num_bytes == 0
 
 
 def test_a_caller_that_hangs_with_a_buffer_keeps_nobody_waiting() -> None:

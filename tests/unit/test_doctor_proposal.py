@@ -131,6 +131,23 @@ def test_bandwidths_set_block_size_and_read_ahead() -> None:
     assert (deep["prefetch"]["depth"], deep["io_threads"]) == (4, 16)
 
 
+def test_on_cuda_blocks_are_no_shorter_than_copies_to_the_device_want() -> None:
+    proposal = propose(facts(gpus=cuda()), None)
+    assert proposal.values["block_tokens"] == 256  # 128 where there is no CUDA device
+    assert "slices of an 8B model in 16 bits are 1 MiB" in proposal.yaml and "of 20.00 GB/s" in proposal.yaml
+    assert "kvtier plan --model" in proposal.yaml
+    assert propose(facts(gpus=cuda(), speed=lambda mode, size, depth: size * 1e3), None).values["block_tokens"] == 512
+
+
+def test_a_config_with_short_slices_is_warned_of_on_cuda_alone() -> None:
+    short = load_config({"block_tokens": 64, "tiers": {"gpu": {"budget": "1GiB"}, "cpu": {"budget": "1GiB"}}})
+    alone = load_config({"block_tokens": 64, "tiers": {"gpu": {"budget": "1GiB"}}})
+    *_, warned = verdict.warnings(facts(gpus=cuda()), short)
+    assert "block_tokens is 64: slices of an 8B model in 16 bits are 256 KiB" in warned and "Give 256 or more" in warned
+    assert "they reach about 20.00 GB/s of 20.00 GB/s" in warned
+    assert verdict.warnings(facts(), short) == verdict.warnings(facts(gpus=cuda()), alone) == []
+
+
 @pytest.mark.parametrize(
     ("machine", "words"),
     [

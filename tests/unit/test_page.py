@@ -12,10 +12,22 @@ import pytest
 
 from kvtier.benchmarks import page, words
 from kvtier.benchmarks.timeline import COUNTERS, GAUGES, Timeline
+from kvtier.bound import EdgeUse, measured
 from kvtier.cli import main
 
 MIB = 1 << 20
 VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+BOUND = measured(
+    400.0,
+    {
+        "decode": {"steps": 96, "took_s": 90.0, "compute_s": 80.0},
+        "prefill": {"steps": 20, "took_s": 310.0, "compute_s": 220.0},
+    },
+    {"nvme_to_gpu": EdgeUse(320 * 10**9, 350.0, 1e9), "gpu_to_cpu": EdgeUse(10 * MIB, 0.5, None)},
+    {"stream_nvme": 25.0, "room": 5.0, "tail": 0.0},
+)
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -55,6 +67,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "decode_s": 100.0,
         "think_s": 50.0,
         "stall_s": 30.0,
+        "bound": BOUND,
         "total_seconds": 900.0,
         "tiers": tiers,
         "bytes_moved": {edge: 10 * MIB for edge in edges},
@@ -105,6 +118,18 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def html() -> str:
     return page.render(document())
+
+
+def test_the_bound_its_edges_and_what_was_waited_for_are_told(html: str) -> None:
+    text = Reader(html).text
+    assert "no less than 320.00 s was possible (nvme → gpu binds): 80% of the bound" in text
+    assert "80%; nvme to gpu binds" in text and "Waited for: stream nvme 25.00 s · room 5.00 s." in text
+    assert "nvme → gpu 305,175.8 MiB 350.00 s 1.00 GB/s 320.00 s" in text, "bytes, busy, peak, at peak"
+    empty = measured(
+        0.0, dict.fromkeys(("decode", "prefill"), dict.fromkeys(("steps", "took_s", "compute_s"), 0)), {}, {}
+    )
+    text = Reader(page.render(document(bound=empty))).text
+    assert "Bound: no step was taken." in text and "Waited for: nothing." in text
 
 
 def test_every_section_is_there_and_the_page_is_well_formed(html: str) -> None:
