@@ -97,6 +97,30 @@ def test_list_and_show_say_what_is_there_and_not_what_was_said(tmp_path: Path, s
     assert sessions("show", nvme(config), "nobody")[0] == 2
 
 
+def test_the_list_says_what_can_be_resumed_and_cuts_no_cell(
+    tmp_path: Path, sessions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    config = config_at(tmp_path)
+    names = "support conversation of 14 November", "one-word-that-is-longer-than-its-column-can-be"
+    held = talked(config, *names)
+    with SessionFolder(nvme(config), owned=True) as folder:
+        session = folder.find(names[0])
+        place = session.places[7][0]  # of its own: the first five are of both
+        fd = folder.view.open_file(place.segment.name, writable=True)
+        slot_check.erase_slot(fd, place.segment.geometry, place.slot)
+        os.close(fd)
+    document = json.loads(sessions("list", nvme(config), "--json")[1])
+    resumable = {each["name"]: each["resumable_tokens"] for each in document["sessions"]}
+    assert resumable == {names[0]: 7 * BLOCK, names[1]: len(held[names[1]])}
+    status, out, _ = sessions("list", nvme(config))
+    assert status == 0 and "…" not in out and max(map(len, out.splitlines())) <= 80
+    num_tokens = len(held[names[0]])
+    assert f"{7 * BLOCK} of {num_tokens}" in out and f"{num_tokens} of {num_tokens}" in out
+    shown = "".join(line.split("  ")[0] for line in out.splitlines())
+    assert names[1] in shown and all(word in shown for word in names[0].split())
+
+
 def test_delete_erases_what_no_other_session_has(tmp_path: Path, sessions: Any) -> None:
     config = config_at(tmp_path)
     held = talked(config, "alice", "bob")
