@@ -285,6 +285,25 @@ def test_what_does_not_fit_the_folder_is_refused(tmp_path: Path, sessions: Any) 
     }
 
 
+def test_an_import_into_a_folder_that_no_model_used_says_to_use_it_first(tmp_path: Path, sessions: Any) -> None:
+    config, there = config_at(tmp_path / "here"), config_at(tmp_path / "there")
+    talked(config, "alice")
+    file, empty = tmp_path / "alice.kvsession", tmp_path / "empty"
+    empty.mkdir()
+    assert sessions("export", nvme(config), "alice", file)[0] == 0
+    use_it = f"have a session there once, with the archive's model and block_tokens: {BLOCK}"
+    for path, why in ((tmp_path / "nothing", "No such file or directory"), (empty, "not a folder of kvtier's")):
+        status, out, err = sessions("import", path, file)
+        assert status == 2 and not out and err.count("\n") == 1 and why in err and use_it in err
+        assert not path.exists() or list(path.iterdir()) == []
+    with TieredKV(tiny(), there):
+        pass
+    status, _, err = sessions("import", nvme(there), file)
+    assert status == 2 and f"{nvme(there) / 'kv'} has none yet" in err and use_it in err
+    talked(there, "carol")  # as it was told to
+    assert sessions("import", nvme(there), file, "--budget", "4MiB")[0] == 0
+
+
 def test_compressed_folders(tmp_path: Path, sessions: Any) -> None:
     config, there = config_at(tmp_path / "here"), config_at(tmp_path / "there")
     for each in (config, there):
