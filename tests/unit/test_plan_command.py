@@ -331,3 +331,15 @@ def test_with_rates_it_says_whose_the_device_is(rates: Path) -> None:
     page, document = runner.invoke(cli.app, words).stdout, json.loads(runner.invoke(cli.app, [*words, "--json"]).stdout)
     assert f"device: no CUDA device: host memory of 64GiB, by {rates}" in page and "assumed" not in page
     assert document["device"] == "cpu" and document["device_source"] == document["device_bytes_source"] == str(rates)
+
+
+def test_the_doctors_tables_are_whole_at_80_columns(measured: Any) -> None:
+    out = io.StringIO()
+    found = facts(gpus=cuda(), compute=measured, decoding=SPEED)
+    report = Report(found, propose(found, None), "", [], [], True, 1.0)
+    print_report(report, Console(file=out, width=80), True)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith(("│", "┃"))]
+    assert len(lines) > 40 and {line[-1] for line in lines} <= {"│", "┃"}, "its right border is there"
+    assert "…" not in out.getvalue() and max(map(len, lines)) <= 80
+    cells = "".join(line.split("│")[4].strip() + " " for line in lines if line.count("│") == 5)
+    assert "on each head of K and V, which are read once" in " ".join(cells.split())
