@@ -20,6 +20,7 @@ from kvtier.benchmarks.machine import machine
 from kvtier.benchmarks.models import LoadedModel
 from kvtier.errors import ConfigError
 from kvtier.system import filesystem_kind, is_memory_backed
+from kvtier.terminal import print_table
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,7 +51,7 @@ def finish(document: dict[str, Any], tables: Sequence[Table], options: argparse.
     """Print tables and document. `load_before`: the machine's load average before anything was measured."""
     console = console_of(stderr=options.json)
     for table in tables:
-        console.print(table)
+        print_table(table, console)
     load = [round(value, 1) for value in (load_before, os.getloadavg()[0])]
     print(json.dumps({**document, "threads": options.threads, "load": load, "machine": machine()}))
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from kvtier.benchmarks.machine import machine
 from kvtier.benchmarks.models import load_model
 from kvtier.codecs.zstd import ZstdCodec
+from kvtier.terminal import print_table
 
 BLOCK_TOKENS = 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,7 +94,7 @@ def main() -> int:
     for each in rows:
         table.add_row(each["dtype"], f"{each['stored_frac']:.3f}", f"{each['stored_raw_frac']:.0%}",
                       f"{each['encode_gb_s']:.2f}", f"{each['decode_gb_s']:.2f}")  # fmt: skip
-    Console().print(table)
+    print_table(table, Console())
     document = {"benchmark": "compression", "model": loaded.name, "tokens": int(ids.shape[1]),
                 "block_tokens": BLOCK_TOKENS, "repeats": options.repeats, "rows": rows,
                 "machine": machine()}  # fmt: skip

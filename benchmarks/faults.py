@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvtier.config import KVTierConfig
 from kvtier.config_errors import check_shape, explain_all
-from kvtier.config_files import parse_yaml
+from kvtier.config_yaml import parse_yaml, read_text
 from kvtier.errors import ConfigError
 from kvtier.stores.base import Store
 from kvtier.testing import Fault, FaultyStore
@@ -109,10 +109,9 @@ def load_faults(source: str | Path | Mapping[str, Any], config: KVTierConfig | N
     if isinstance(source, str | Path):
         where = f"--faults {source}"
         try:
-            text = Path(source).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, RuntimeError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"{where}: cannot be read ({reason}). Mend: give a YAML file of faults") from None
+            text = read_text(Path(source).expanduser())
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"{where}: cannot be read ({error}). Mend: give a YAML file of faults") from None
         values = parse_yaml(text, where, example="rates: {bit_flip: 0.001}")
     try:
         check_shape(values)

@@ -50,7 +50,7 @@ def load_model(path: str | None = None, console: Console | None = None) -> Loade
 
     Args:
         path: a folder that `save_pretrained` could have written; None for the demo model.
-        console: where waits are shown; None for silence.
+        console: where waits are shown; None for silence, but for a line on standard error before the conversion.
 
     Raises:
         ConfigError: no such folder, the demo extra is missing, or transformers cannot load what is there.
@@ -61,7 +61,7 @@ def load_model(path: str | None = None, console: Console | None = None) -> Loade
     # Benchmarks must give the same result with no network at all; a mistyped path must not become a download.
     os.environ["HF_HUB_OFFLINE"] = "1"
     if path is None:
-        folder = _demo_folder(console)
+        folder = _demo_folder()
         return _load_folder(folder, DEMO_NAME, console)
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
@@ -105,15 +105,21 @@ def _import_transformers() -> Any:
     return transformers
 
 
-def _demo_folder(console: Console) -> Path:
+def _demo_folder() -> Path:
     """The converted demo model, converting it first where it is absent or damaged."""
     gguf = _demo_gguf()
     short_hash = _sha256(gguf)[:12]
     version = importlib.metadata.version(DEMO_PACKAGE)
     folder = cache_folder() / "models" / f"{DEMO_NAME.lower()}-{version}-{short_hash}"
     if not _is_whole(folder):
-        with waiting(console, f"Converting {DEMO_NAME} once, about 30 seconds …"):
-            _convert(gguf, folder)
+        # On standard error whatever the console: half a minute without a word looks like a hang.
+        print(
+            f"Converting {DEMO_NAME} from {gguf.name} to {folder}, once: about 30 seconds, a minute or two on a busy "
+            "machine, and 540MB of disk …",
+            file=sys.stderr,
+            flush=True,
+        )
+        _convert(gguf, folder)
     return folder
 
 

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.size import size_words
 from kvtier.system import allocated_bytes, num_threads, open_fds, process_memory_bytes, resident_file_bytes
 
 SAMPLE_PERIOD_S = 0.2
 TIERS = ("gpu", "cpu", "nvme")
 EDGES = ("gpu_to_cpu", "cpu_to_gpu", "cpu_to_nvme", "nvme_to_cpu", "gpu_to_nvme", "nvme_to_gpu")
-_MIB = 1 << 20
 
 
 class Ticker:
@@ -169,8 +169,8 @@ class LiveView:
         )
         now, peak = self._sampler.now, self._sampler.peak
         foot = Text(
-            f"memory {mib(now['memory_bytes'])} (peak {mib(peak['memory_bytes'])}) · nvme on disk "
-            f"{mib(now['nvme_disk_bytes'])}, in page cache {mib(now['nvme_resident_bytes'])} · "
+            f"memory {size_words(now['memory_bytes'])} (peak {size_words(peak['memory_bytes'])}) · nvme on disk "
+            f"{size_words(now['nvme_disk_bytes'])}, in page cache {size_words(now['nvme_resident_bytes'])} · "
             f"{now['open_fds']} open files · {now['threads']} threads"
         )
         if not self.stats:
@@ -178,23 +178,18 @@ class LiveView:
         return Group(head, tier_table(self.stats["tiers"]), Text(moved_line(self.stats["bytes_moved"])), foot)
 
 
-def mib(num_bytes: float) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / _MIB:,.1f} MiB"
-
-
 def tier_table(tiers: dict[str, Any]) -> Table:
     """One row a tier, from the `tiers` of `stats()` or of the report."""
     table = Table("tier", "budget", "used", "peak", "hits")
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for name in TIERS:
         tier = tiers[name]
         table.add_row(
             name,
-            mib(tier["budget_bytes"]),
-            mib(tier["used_bytes"]),
-            mib(tier["peak_bytes"]),
+            size_words(tier["budget_bytes"]),
+            size_words(tier["used_bytes"]),
+            size_words(tier["peak_bytes"]),
             f"{tier['hit_frac']:.1%}",
         )
     return table
@@ -202,4 +197,4 @@ def tier_table(tiers: dict[str, Any]) -> Table:
 
 def moved_line(bytes_moved: dict[str, int]) -> str:
     """The bytes moved over each edge, in one line."""
-    return "moved: " + " · ".join(f"{edge.replace('_to_', ' → ')} {mib(bytes_moved[edge])}" for edge in EDGES)
+    return "moved: " + " · ".join(f"{edge.replace('_to_', ' → ')} {size_words(bytes_moved[edge])}" for edge in EDGES)

@@ -11,6 +11,7 @@ import yaml
 
 from kvtier.benchmarks import reached, words
 from kvtier.errors import ConfigError
+from kvtier.size import size_words
 
 MAX_SESSION_ROWS = 60  # of the table; all are in the JSON document
 
@@ -34,7 +35,7 @@ def render(document: dict[str, Any]) -> str:
     from kvtier.benchmarks.plots import make_plots
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["size"] = words.size
+    environment.filters["size"] = size_words
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     sessions = sorted(document["sessions"], key=_is_fine)  # stable: those with a problem first
     return template.render(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvtier.benchmarks.monitor import EDGES, mib
+from kvtier.benchmarks.monitor import EDGES
+from kvtier.size import size_words, speed_words
 
 COLUMNS = ("edge", "bytes in steps", "busy", "peak", "at peak")
 
@@ -15,9 +16,9 @@ def edge_rows(bound: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
             edge.replace("_to_", " → "),
-            mib(use["bytes"]),
+            size_words(use["bytes"]),
             f"{use['busy_s']:.2f} s",
-            "–" if use["peak_bytes_s"] is None else f"{use['peak_bytes_s'] / 1e9:.2f} GB/s",
+            "–" if use["peak_bytes_s"] is None else speed_words(use["peak_bytes_s"]),
             "–" if use["seconds_at_peak"] is None else f"{use['seconds_at_peak']:.2f} s",
         )
         for edge in EDGES

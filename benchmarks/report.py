@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.benchmarks.conversations import Conversation
-from kvtier.benchmarks.monitor import mib, moved_line, tier_table
+from kvtier.benchmarks.monitor import moved_line, tier_table
 from kvtier.benchmarks.reached import COLUMNS, bound_line, edge_rows, stalls_line
 from kvtier.benchmarks.verify import Verification, Verified
+from kvtier.size import size_words
+from kvtier.terminal import print_table
 
 MEMORY_SLACK_BYTES = 150 << 20
 """What a run may take beyond its gpu and cpu budgets: activations, logits of one answer, heap that was not returned."""
@@ -93,7 +95,7 @@ def budget_violations(
     limit = memory_allowed_bytes(stats, gpu_tier_in_memory)
     growth = peak["memory_bytes"] - baseline_bytes
     if growth > limit:
-        found.append(f"memory grew by {growth} bytes, {limit} allowed (budgets + {mib(MEMORY_SLACK_BYTES)})")
+        found.append(f"memory grew by {growth} bytes, {limit} allowed (budgets + {size_words(MEMORY_SLACK_BYTES)})")
     if cuda_growth_bytes > tiers["gpu"]["budget_bytes"] + MEMORY_SLACK_BYTES:
         found.append(f"CUDA memory grew by {cuda_growth_bytes} bytes, budget {tiers['gpu']['budget_bytes']} + slack")
     if peak["nvme_disk_bytes"] > tiers["nvme"]["budget_bytes"]:
@@ -125,7 +127,7 @@ def faults_line(document: dict[str, Any]) -> str:
 
 def print_summary(console: Console, document: dict[str, Any]) -> None:
     """The report for people: the tiers, what moved, the bound, what was verified, and every problem."""
-    console.print(tier_table(document["tiers"]))
+    print_table(tier_table(document["tiers"]), console)
     console.print(moved_line(document["bytes_moved"]))
     _print_bound(console, document["bound"])
     console.print(
@@ -135,8 +137,9 @@ def print_summary(console: Console, document: dict[str, Any]) -> None:
     if document["faults"]:
         console.print(faults_line(document))
     console.print(
-        f"memory: {mib(document['peak_memory_bytes'])} at most, {mib(document['memory_growth_bytes'])} above the "
-        f"loaded model; {mib(document['tiers']['nvme']['only_copy_peak_bytes'])} lay on nvme alone at most"
+        f"memory: {size_words(document['peak_memory_bytes'])} at most, "
+        f"{size_words(document['memory_growth_bytes'])} above the loaded model; "
+        f"{size_words(document['tiers']['nvme']['only_copy_peak_bytes'])} lay on nvme alone at most"
     )
     console.print(
         f"verified {document['verified_tokens']} of {document['tokens']} tokens: {document['differing_tokens']} "

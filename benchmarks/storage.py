@@ -55,6 +55,7 @@ from kvtier.benchmarks.storage_way import (
 )
 from kvtier.stores.io_choice import choose_io
 from kvtier.system import filesystem_kind
+from kvtier.terminal import print_table
 from kvtier.types import Compression, IoMode
 
 TARGETS = {"write 1 MiB": 0.85, "read 384 KiB": 0.80, "read 1 MiB": 0.85}
@@ -181,7 +182,7 @@ def main() -> None:
             f"{row['disk_frac']:.0%}" + ("" if row["is_valid"] else " INVALID"),
         )
     console = console_of()
-    console.print(table)
+    print_table(table, console)
     console.print(f"auto takes {auto.mode.value}: {auto.reason}. Marked <: below its target.", highlight=False)
     console.print(
         f"The namespace: {namespace_s:.2f} s of one core for each GB of the model's weights.", highlight=False

@@ -7,17 +7,9 @@ from typing import Any
 from kvtier.benchmarks.flatness import MIN_SECONDS
 from kvtier.benchmarks.monitor import EDGES, TIERS
 from kvtier.benchmarks.report import PROBLEMS, faults_line, num_injected
+from kvtier.size import size_words
 
 Document = dict[str, Any]
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people: `950 KiB`, `48 MiB`, `1.5 GiB`."""
-    for unit, unit_bytes in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(num_bytes) >= unit_bytes:
-            number = num_bytes / unit_bytes
-            return f"{number:,.0f} {unit}" if number >= 100 or number == int(number) else f"{number:.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"
 
 
 def duration(seconds: float) -> str:
@@ -82,10 +74,11 @@ def key_figures(document: Document) -> list[tuple[str, str]]:
         ("Duration", f"{duration(document['seconds'])}, {duration(document['total_seconds'])} with verification"),
         ("Waited for KV (stall)", f"{duration(document['stall_s'])} ({_share(document, 'stall_s')})"),
         ("Share of the bound", _reached(document["bound"])),
-        ("Memory above the loaded model", f"{size(document['memory_growth_bytes'])} of "
-                                          f"{size(document['memory_allowed_growth_bytes'])}"),
-        ("Only on NVMe at most", size(tiers["nvme"].get("only_copy_peak_bytes", 0))),
-        ("NVMe folder at most (du)", f"{size(document['nvme_disk_peak_bytes'])} of {size(_budget(document, 'nvme'))}"),
+        ("Memory above the loaded model", f"{size_words(document['memory_growth_bytes'])} of "
+                                          f"{size_words(document['memory_allowed_growth_bytes'])}"),
+        ("Only on NVMe at most", size_words(tiers["nvme"].get("only_copy_peak_bytes", 0))),
+        ("NVMe folder at most (du)", f"{size_words(document['nvme_disk_peak_bytes'])} of "
+                                     f"{size_words(_budget(document, 'nvme'))}"),
         *([("Faults injected", f"{num_injected(document):,}")] if faults else []),
         ("Blocks recomputed", f"{document['recomputed_blocks']:,}"),
     ]  # fmt: skip
@@ -110,7 +103,7 @@ def _share(document: Document, name: str) -> str:
 
 
 def _what_ran(document: Document) -> str:
-    budgets = ", ".join(f"{tier} {size(_budget(document, tier))}" for tier in TIERS if _budget(document, tier))
+    budgets = ", ".join(f"{tier} {size_words(_budget(document, tier))}" for tier in TIERS if _budget(document, tier))
     turns, sessions = counted(document["turns"], "turn"), counted(_num_sessions(document), "session")
     text = (
         f"{document['model']} had {turns} in {sessions}, {document['options']['sessions']} at a time, in "
@@ -137,8 +130,8 @@ def _nvme(document: Document) -> str:
     if not only:
         return "Nothing had to live on NVMe: these conversations fit the budgets, so this run says little about it."
     return (
-        f"{size(written)} of KV were written to NVMe and {size(read)} read back; at most {size(only)} lay there and "
-        "nowhere else."
+        f"{size_words(written)} of KV were written to NVMe and {size_words(read)} read back; at most "
+        f"{size_words(only)} lay there and nowhere else."
     )
 
 
@@ -165,8 +158,9 @@ def _bounds(document: Document) -> str:
         text = "A budget was exceeded: see below."
     else:
         text = (
-            f"Every tier, memory ({size(document['memory_growth_bytes'])} above the loaded model at most, "
-            f"{size(document['memory_allowed_growth_bytes'])} allowed) and the NVMe folder stayed within their budgets."
+            f"Every tier, memory ({size_words(document['memory_growth_bytes'])} above the loaded model at most, "
+            f"{size_words(document['memory_allowed_growth_bytes'])} allowed) and the NVMe folder stayed within their "
+            "budgets."
         )
     series, half_s = document["flatness"]["series"], document["flatness"]["seconds"]
     if document["growth"]:
@@ -174,10 +168,10 @@ def _bounds(document: Document) -> str:
     elif series:
         memory, files, disk = series
         text += (
-            f" Over the last {duration(half_s)} memory changed by {size(memory['growth'])} (allowed: growth of "
-            f"{size(memory['tolerance'])}), open files by {round(files['growth']):+d} "
+            f" Over the last {duration(half_s)} memory changed by {size_words(memory['growth'])} (allowed: growth of "
+            f"{size_words(memory['tolerance'])}), open files by {round(files['growth']):+d} "
             f"({files['tolerance']:.0f}) and the NVMe folder by "
-            f"{size(disk['growth'])} ({size(disk['tolerance'])}): flat."
+            f"{size_words(disk['growth'])} ({size_words(disk['tolerance'])}): flat."
         )
     else:
         text += f" The run was too short to say whether they stay flat: that takes {MIN_SECONDS / 60:.0f} minutes."

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, FolderInUseError, KVTierError
 from kvtier.fsck_words import counted
+from kvtier.size import size_words
 from kvtier.terminal import printable
 
 if TYPE_CHECKING:
@@ -86,10 +87,22 @@ def chat(
         if threads is not None:
             torch.set_num_threads(threads)
     interrupts = _Interrupts()
-    with TieredKV(loaded.model, config) as tiered:
+    with _wrapped(TieredKV, loaded.model, config) as tiered:
         talk = Chat(tiered, loaded.tokenizer, session, salt=salt, max_new_tokens=max_new_tokens)
         with interrupts.caught():
             _Talk(tiered, talk, salt, interrupts).run(loaded.name)
+
+
+def _wrapped(wrap: type[TieredKV], model: Any, config: str) -> TieredKV:
+    """As `wrap`; of a folder in use says what helps here: two chats may well want the same preset's."""
+    try:
+        return wrap(model, config)
+    except FolderInUseError as error:
+        raise FolderInUseError(
+            error.fact,
+            "end that one first if it is another kvtier chat, or give --config with a YAML file that has a "
+            "tiers.nvme.path of its own; `kvtier sessions list` and show work meanwhile",
+        ) from None
 
 
 _ALONE = frozenset({"/help", "/quit", "/exit", "/history", "/reset", "/sessions", "/stats"})
@@ -180,7 +193,7 @@ class _Talk:
                 _say(f"  {info.name}: {counted(info.tokens, 'token')}, used {info.age_s:.0f} s ago")
         elif name == "/stats":
             for tier, values in self._tiered.stats()["tiers"].items():
-                _say(f"  {tier}: {values['used_bytes']:,} of {values['budget_bytes']:,} bytes")
+                _say(f"  {tier}: {size_words(values['used_bytes'])} of {size_words(values['budget_bytes'])}")
         else:
             _say(f"{name} is not known; /help lists what is")
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from kvtier.terminal import page_console
+from kvtier.terminal import page_console, print_page
 
 EXIT_DAMAGED = 1
 
@@ -45,5 +45,5 @@ def fsck(
     if json_:
         sys.stdout.write(json.dumps(report.document(), allow_nan=False) + "\n")
     else:
-        page_console().print(report.page(), soft_wrap=True)
+        print_page(report.page(), page_console())
     raise typer.Exit(EXIT_DAMAGED if report.outcome is Outcome.DAMAGED else 0)

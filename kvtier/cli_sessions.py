@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from kvtier.errors import ConfigError
-from kvtier.fsck_words import ago, counted, iso
+from kvtier.fsck_words import ago, counted, iso, shown_name
 from kvtier.session_record import salt_digest
-from kvtier.terminal import page_console, printable
+from kvtier.size import size_words
+from kvtier.terminal import page_console, print_table, printable
 
 if TYPE_CHECKING:
     from kvtier.folder_session import FolderSession
@@ -59,7 +59,7 @@ def list_(path: _PathArgument, json_: _JsonOption = False) -> None:
             return
         console = page_console()
         if documents:
-            console.print(_table(folder.sessions, now_s), soft_wrap=True)
+            print_table(_table(folder.sessions, now_s), console)
         else:
             _say(console, f"no sessions in {folder.path}")
         _notices(console, folder)
@@ -79,9 +79,6 @@ def show(
     with SessionFolder(path) as folder:
         session = folder.find(name, key)
         document = _document(session, time.time())
-        document["resumable_tokens"] = min(
-            session.num_leading * session.record.block_tokens, len(session.record.token_ids)
-        )
         document["missing_blocks"] = [number for number, places in enumerate(session.places) if not places]
         if tokens:
             document["token_ids"] = session.record.token_ids.tolist()
@@ -136,7 +133,7 @@ def export(
         num_tokens, num_bytes = export_session(folder, session, file, overwrite=overwrite, partial=partial)
     _say(
         page_console(),
-        f"exported: session {printable(name)}, {counted(num_tokens, 'token')}, {decimal(num_bytes)} to {file}",
+        f"exported: session {printable(name)}, {counted(num_tokens, 'token')}, {size_words(num_bytes)} to {file}",
     )
 
 
@@ -178,7 +175,7 @@ def import_(
     _say(
         page_console(),
         f"imported: session {printable(done.name)}, {counted(done.num_tokens, 'token')}, "
-        f"{counted(done.num_written, 'block')} written{shared}; budget {decimal(done.budget_bytes)}",
+        f"{counted(done.num_written, 'block')} written{shared}; budget {size_words(done.budget_bytes)}",
     )
 
 
@@ -193,6 +190,7 @@ def _document(session: FolderSession, now_s: float) -> dict[str, Any]:
         "block_tokens": record.block_tokens,
         "blocks": len(session.labels),
         "blocks_found": session.num_found,
+        "resumable_tokens": session.num_resumable,
         "bytes": session.used_bytes,
         "created": iso(record.created_s),
         "last_used": iso(record.used_s),
@@ -203,18 +201,20 @@ def _document(session: FolderSession, now_s: float) -> dict[str, Any]:
 
 
 def _table(sessions: list[FolderSession], now_s: float) -> Table:
-    table = Table("session", "tokens", "blocks found", "bytes", "last used", "kept", "namespace", box=None)
-    for column in table.columns:
-        column.no_wrap = True
+    table = Table("session", box=None, pad_edge=False)
+    heads = ("resumable\ntokens", "blocks\nfound", "bytes", "last used", "kept", "namespace")
+    for head in heads:
+        table.add_column(head, no_wrap=head in (heads[0], "bytes", "namespace"))
     names = [each.record.name for each in sessions]
     for each in sessions:
         record = each.record
-        name = printable(record.name) + (" (salted)" if record.salt != salt_digest(b"") else "")
+        name = shown_name(record.name) + (" (salted)" if record.salt != salt_digest(b"") else "")
         if names.count(record.name) > 1:
             name += f" (key {record.key().hex()[:_SHORT_DIGITS]})"
         kept = "pinned" if record.is_pinned else "expired" if record.is_expired(now_s) else _ttl(record.ttl_s)
         found = f"{each.num_found} of {len(each.labels)}"
-        row = (name, str(len(record.token_ids)), found, decimal(each.used_bytes), ago(record.used_s, now_s), kept)
+        tokens = f"{each.num_resumable} of {len(record.token_ids)}"
+        row = (name, tokens, found, size_words(each.used_bytes), ago(record.used_s, now_s), kept)
         table.add_row(*(Text(cell) for cell in (*row, record.namespace.hex()[:_SHORT_DIGITS])))
     return table
 

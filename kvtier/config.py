@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from kvtier.config_errors import check_shape, explain_all
-from kvtier.config_files import check_nvme_path, names_source, parse_yaml, read_source, source_name
+from kvtier.config_files import check_nvme_path, names_source, read_source, source_name
 from kvtier.config_tiers import (
     Budget,
     CpuTierConfig,
@@ -22,6 +22,7 @@ from kvtier.config_tiers import (
     TiersConfig,
     in_bytes,
 )
+from kvtier.config_yaml import parse_yaml
 from kvtier.errors import ConfigError
 from kvtier.size import Size, SizeUnit
 from kvtier.types import AttentionMode, HostAttention, Tier

@@ -46,7 +46,8 @@ def _explain(detail: ErrorDetails, root: type[BaseModel]) -> str:
     path = ".".join(map(str, loc)) or "config"
     if kind == "extra_forbidden":
         key, known = str(loc[-1]), _keys(loc[:-1], root)
-        return f"{path}: unknown key{closest(key, known) or _elsewhere(key, root)}. {_known_keys(loc[:-1], root)}"
+        hint = _glued(key, known) or closest(key, known) or _elsewhere(key, root)
+        return f"{path}: unknown key{hint}. {_known_keys(loc[:-1], root)}"
     mend = f"Mend: give {_title(loc, root)}" if loc else ""
     if kind == "missing":
         return f"{path}: is missing. {mend}"
@@ -72,6 +73,12 @@ def _model_at(loc: tuple[int | str, ...], root: type[BaseModel]) -> type[BaseMod
 
 def _keys(loc: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     return list(_model_at(loc, root).model_fields)
+
+
+def _glued(key: str, known: list[str]) -> str:
+    """`gpu:{budget` or `gpu {budget` is what YAML makes of a value without `: ` before it."""
+    first = key.replace(":", " ").split(" ")[0]
+    return f" (write `{first}: ` with a colon and a space behind it)" if first != key and first in known else ""
 
 
 def _elsewhere(key: str, root: type[BaseModel]) -> str:

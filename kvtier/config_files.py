@@ -1,4 +1,4 @@
-"""Where a configuration comes from: presets, YAML files read strictly; and whether the nvme folder can be had.
+"""Where a configuration comes from: presets and files; and whether the nvme folder can be had.
 
 Pure Python. Nothing is kept open; the nvme path is tried with an empty file that is removed at once.
 """
@@ -9,13 +9,11 @@ import contextlib
 import importlib.resources
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from kvtier.config_errors import closest
+from kvtier.config_yaml import read_text
 from kvtier.errors import ConfigError
 
 
@@ -83,41 +81,9 @@ def read_source(source: str | Path) -> tuple[str, str]:
             raise ConfigError(f"config: no preset is named {source!r}{hint}. Presets: {', '.join(presets)}")
     try:
         path = Path(source).expanduser()
-        if path.exists() and not path.is_file():  # a pipe or a device may never end
-            raise ValueError("it is not a regular file")
-        return str(source), path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, RuntimeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        return str(source), read_text(path)
+    except (RuntimeError, ValueError) as error:  # RuntimeError: a ~name that nobody has
         raise ConfigError(
-            f"config: {source} cannot be read ({reason}). "
+            f"config: {source} cannot be read ({error}). "
             f"Mend: give a YAML file or one of the presets {', '.join(preset_names())}"
         ) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice. Mend: remove one", key.start_mark
-                )
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def parse_yaml(text: str, where: str, example: str = "tiers: {gpu: {budget: 1GiB}}") -> Mapping[str, Any]:
-    try:
-        # A SafeLoader: it builds plain values only.
-        document = yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        place = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        mend = ". Mend: indent with spaces" if "'\\t'" in str(error.problem) else ""
-        raise ConfigError(f"{where}{place}: {error.problem}{mend}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{where}: is not YAML: {' '.join(str(error).split())}") from None  # one mistake, one line
-    if not isinstance(document, Mapping):
-        raise ConfigError(f"{where}: must be a mapping such as `{example}`, got {document!r:.80}")
-    return document

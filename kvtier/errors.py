@@ -76,7 +76,15 @@ class SessionExistsError(KVTierError, ValueError):
 
 
 class FolderInUseError(KVTierError):
-    """Another live process owns the nvme folder. Nothing in it was touched."""
+    """Another live process, or another wrapper in this one, owns the nvme folder. Nothing in it was touched.
+
+    Attributes:
+        fact: the message without its mend, which depends on who asked for the folder.
+    """
+
+    def __init__(self, fact: str, mend: str = "") -> None:
+        super().__init__(f"{fact}: {mend}" if mend else fact)
+        self.fact = fact
 
 
 class CapacityError(KVTierError):

@@ -53,6 +53,11 @@ class FolderSession:
         return next((number for number, places in enumerate(self.places) if not places), len(self.places))
 
     @property
+    def num_resumable(self) -> int:
+        """Tokens at its beginning that need not be computed again by whoever goes on with it."""
+        return min(self.num_leading * self.record.block_tokens, len(self.record.token_ids))
+
+    @property
     def used_bytes(self) -> int:
         """What its blocks take in the folder, those of others too where they are shared."""
         return sum(each.segment.geometry.slot_bytes for places in self.places for each in places)

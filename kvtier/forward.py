@@ -23,7 +23,7 @@ from kvtier.hf import (
     current_step,
     given_cache,
 )
-from kvtier.inputs import CallInputs, columns_masked_since
+from kvtier.inputs import CallInputs, check_vocabulary, columns_masked_since
 from kvtier.mend import Mender
 from kvtier.open_step import OpenStep
 from kvtier.runtime import Runtime
@@ -168,9 +168,11 @@ class _SplitForward:
                     done += size
                     if done < self._num_new:
                         self._runtime.turn.check()
-            except BaseException:  # a Ctrl-C too: the cache is as it was at entry
+            except BaseException as error:  # a Ctrl-C too: the cache is as it was at entry
                 self._undo(held, backup)
                 self._state.untiered.restore(untiered)
+                if isinstance(error, IndexError):  # looked for when it has failed: steps are too many to look before
+                    check_vocabulary(self._inputs.ids, "a call", getattr(self._original, "__self__", None))
                 raise
             if backup is not None:
                 manager.drop(backup)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.filesize import decimal
+from rich import box
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvtier.fsck_session_report import SessionReport, session_table
 from kvtier.fsck_words import ago, counted, iso
+from kvtier.size import size_words, speed_words
 from kvtier.stores.slot_check import SlotCheck, SlotState
 from kvtier.stores.slot_format import Geometry
 
@@ -203,9 +204,9 @@ class FsckReport:
 
     # --- for people
 
-    def page(self) -> RenderableType:
-        """Tables and lines for a terminal."""
-        parts: list[RenderableType] = [Text(f"{ascii(str(self.path))[1:-1]}: {decimal(self.used_bytes)} on disk")]
+    def page(self) -> list[RenderableType]:
+        """Tables and lines for `print_page`."""
+        parts: list[RenderableType] = [Text(f"{ascii(str(self.path))[1:-1]}: {size_words(self.used_bytes)} on disk")]
         if self.namespaces:
             parts.append(self._namespace_table())
         if self.geometries:
@@ -223,23 +224,21 @@ class FsckReport:
             parts.append(Text(f"and {self.num_problems - _MAX_SHOWN} more (--json names {_MAX_PROBLEMS})"))
         parts += [Text(f"note: {notice}") for notice in self.notices]
         parts.append(Text(self._verdict()))
-        return Group(*parts)
+        return parts
 
     def _namespace_table(self) -> Table:
-        table = Table("namespace", "blocks", "bad", "bytes", "last opened", "oldest", "newest")
-        for column in table.columns:
-            column.no_wrap = True  # digits that --drop takes must be there in whole
+        table = _table("namespace", "blocks", "bad", "bytes", "last opened", "oldest", "newest")
         now_s = time.time()
         for namespace, each in sorted(self.namespaces.items()):
             times = (ago(at_s, now_s) for at_s in (each.opened_s, each.oldest_s, each.newest_s))
             short = namespace.hex()[:_SHORT_DIGITS]
-            table.add_row(short, str(each.blocks), str(each.num_bad), decimal(each.num_bytes), *times)
+            table.add_row(short, str(each.blocks), str(each.num_bad), size_words(each.num_bytes), *times)
         return table
 
     def _geometry_table(self) -> Table:
-        table = Table("layers", "slice", "slot", "segments", "slots", "blocks")
+        table = _table("layers", "slice", "slot", "segments", "slots", "blocks")
         for geometry, each in self.geometries.items():
-            sizes = (decimal(geometry.slice_bytes), decimal(geometry.slot_bytes))
+            sizes = (size_words(geometry.slice_bytes), size_words(geometry.slot_bytes))
             table.add_row(str(geometry.num_slices), *sizes, str(each.segments), str(each.slots), str(each.blocks))
         return table
 
@@ -252,5 +251,12 @@ class FsckReport:
         }[self.outcome]
         if self.num_mendable:
             detail += f"; --repair mends {'all' if self.num_mendable == left else self.num_mendable} of them"
-        speed = decimal(int(self.read_bytes / max(self.elapsed_s, 1e-3)))
-        return f"{self.outcome.value}: {detail}; {decimal(self.read_bytes)} in {self.elapsed_s:.1f} s ({speed}/s)"
+        speed = speed_words(self.read_bytes / max(self.elapsed_s, 1e-3))
+        return f"{self.outcome.value}: {detail}; {size_words(self.read_bytes)} in {self.elapsed_s:.1f} s ({speed})"
+
+
+def _table(*heads: str) -> Table:
+    table = Table(*heads, box=box.SIMPLE, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True  # digits that --drop takes must be there in whole
+    return table

@@ -8,13 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.fsck_words import ago, iso
-from kvtier.terminal import printable
-
-_NAME_WIDTH = 24  # with it the table fits into 80 columns
+from kvtier.fsck_words import ago, iso, shown_name
 
 
 @dataclass(slots=True)
@@ -56,18 +54,22 @@ class SessionReport:
         }
 
     def row(self, now_s: float) -> list[Text]:
-        name = printable(self.name)
-        name = name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 1]}…"
         found = "?" if self.num_found is None else str(self.num_found)
         kept = "pinned" if self.is_pinned else "expired" if self.is_expired(now_s) else ""
-        shown = (name, str(self.num_tokens), f"{found} of {self.num_blocks}", ago(self.used_s, now_s), kept)
+        shown = (
+            shown_name(self.name),
+            str(self.num_tokens),
+            f"{found} of {self.num_blocks}",
+            ago(self.used_s, now_s),
+            kept,
+        )
         return [Text(each) for each in shown]
 
 
 def session_table(sessions: Iterable[SessionReport], max_shown: int) -> Table:
     """Those that were used last."""
-    table = Table("session", "tokens", "blocks found", "last used", "kept")
-    for column in table.columns:
+    table = Table("session", "tokens", "blocks found", "last used", "kept", box=box.SIMPLE, pad_edge=False)
+    for column in table.columns[1:]:
         column.no_wrap = True
     now_s = time.time()
     for each in sorted(sessions, key=lambda told: -told.used_s)[:max_shown]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from kvtier.terminal import printable
+
 _LAST_S = 253402300800.0  # the year 10000; files may say anything
+_MAX_NAME = 240  # characters of a name: a crafted one must not fill the screen
 
 
 def counted(number: int, what: str) -> str:
     """`1 slot`, `2 slots`."""
     return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def shown_name(name: str) -> str:
+    """A session's name for a table's cell, with escapes; of more than 240 characters the first ones."""
+    shown = printable(name)
+    return shown if len(shown) <= _MAX_NAME else f"{shown[: _MAX_NAME - 1]}…"
 
 
 def iso(at_s: float | None) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from kvtier.block_table import TokenSource
 from kvtier.errors import PromptMismatchError, UnsupportedError
 from kvtier.hf import CACHE_NAMES, TieredCache, WrappedMethod, check_mask_kind, check_own_inputs, given_cache
-from kvtier.inputs import check_token_ids
+from kvtier.inputs import check_token_ids, check_vocabulary
 from kvtier.reuse import Reuse, is_plain_call, read_prompts
 from kvtier.runtime import Runtime
 
@@ -102,6 +102,7 @@ class _Call:
             )
         if ids is not None:
             check_token_ids(ids, "generate")
+            check_vocabulary(ids, "generate", self._model)
         self._ids = ids
         self._mask = arguments.get("attention_mask")
         self._num_reused = 0

@@ -27,6 +27,30 @@ def check_token_ids(ids: torch.Tensor, caller: str) -> None:
         raise UnsupportedError(f"{caller}: input_ids are of {ids.dtype}: give token ids, torch.long")
 
 
+def check_vocabulary(ids: torch.Tensor | None, caller: str, model: Any) -> None:
+    """Raise UnsupportedError, with the id and its place, unless the model's table of input embeddings has all ids.
+
+    A CPU says `index out of range in self` of such an id, and a GPU is lost to the process. Once a prompt, not once a
+    token: it waits for the device. Says nothing of a model without a plain table.
+    """
+    get_table = getattr(model, "get_input_embeddings", None)
+    try:
+        num_ids = getattr(get_table() if get_table else None, "num_embeddings", None)
+    except NotImplementedError:  # transformers, of a model that has none
+        return
+    if ids is None or not isinstance(num_ids, int) or ids.numel() == 0:
+        return
+    low, high = torch.aminmax(ids)
+    if int(low) >= 0 and int(high) < num_ids:
+        return
+    row, token = ((ids < 0) | (ids >= num_ids)).nonzero()[0].tolist()
+    raise UnsupportedError(
+        f"{caller}: token id {int(ids[row, token])}, number {token} of row {row}, is none of the model's, which are 0 "
+        f"to {num_ids - 1}: use the model's own tokenizer, or after adding tokens to it "
+        "model.resize_token_embeddings(len(tokenizer))"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CallInputs:
     """The new columns of one call, in every row."""

@@ -254,13 +254,14 @@ class Placement(Victims):
             cause = f"; last error: {self._last_error}"
         return (
             f"no tier takes another block: {num_slots} slots of {size_and_bytes(self.block_bytes)} are needed on "
-            f"{tier.label}; {state}{cause}. Raise a tier's budget, drop or reset() caches that are done with, or "
-            "shorten the prompt"
+            f"{tier.label}; {state}{cause}. Raise a tier's budget, {'unpin() sessions, ' * bool(self.pinned)}drop or "
+            "reset() caches that are done with, or shorten the prompt"
         )
 
     def residency_pins(self, tier: Tier) -> int:
-        """How many blocks are pinned to `tier`. O(blocks): for messages."""
-        return sum(1 for block in self.residency.blocks() if self.residency[block].pins[tier])
+        """How many blocks of `tier` are pinned, by a step or as a pinned session's. O(blocks): for messages."""
+        records = ((block in self.pinned, self.residency[block]) for block in self.residency.blocks())
+        return sum(bool(each.pins[tier] or (kept and each.slot(tier) is not None)) for kept, each in records)
 
     def give_up(self, tier: Tier, num_slots: int, *, idle_only: bool = False, early: bool = False) -> int:
         """Evict or start demoting up to `num_slots` blocks of `tier`; returns how many. Does not wait.

@@ -19,6 +19,7 @@ from kvtier.session_folder import SessionFolder
 from kvtier.session_record import SessionRecord
 from kvtier.size import size_and_bytes
 from kvtier.stores.folder_entries import EntryKind
+from kvtier.stores.folder_view import find_folder
 from kvtier.stores.nvme import NvmeStore
 from kvtier.stores.nvme_layout import (
     FOLDER_BYTES,
@@ -74,7 +75,7 @@ def import_session(
     """
     with ArchiveReader(file) as reader:
         header = reader.header
-        with SessionFolder(path, owned=True) as folder:
+        with _opened(path, header) as folder:
             plan = _Plan(folder, header, file, name, budget_bytes, max_writes)
         # The store takes the lock itself; between the two another process may have taken it: it then says so.
         store = plan.open()
@@ -85,6 +86,22 @@ def import_session(
             store.close()
     num_shared = header.num_blocks - num_written
     return Imported(plan.record.name, len(header.token_ids), num_written, num_shared, plan.budget_bytes)
+
+
+def _opened(path: Path, header: ArchiveHeader) -> SessionFolder:
+    try:
+        find_folder(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {_use_it_once(header)}") from None
+    return SessionFolder(path, owned=True)
+
+
+def _use_it_once(header: ArchiveHeader) -> str:
+    """The mend for a folder that has no block of the archive's size: nothing else tells how they lie there."""
+    return (
+        f"Mend: have a session there once, with the archive's model and block_tokens: {header.block_tokens} "
+        "(tiered.session(name).generate(...)), or import with tiered.import_session, which knows the model"
+    )
 
 
 class _Plan:
@@ -151,11 +168,11 @@ class _Plan:
             )
         fitting = known & fitting or {each for each in fitting if _fits(each, header.block_tokens)}
         if not fitting:
-            sizes = ", ".join(sorted({f"{each.geometry.payload_bytes}" for each in folder.segments})) or "none at all"
+            sizes = " or ".join(sorted({f"{each.geometry.payload_bytes}" for each in folder.segments}))
+            those = f"those in {folder.path} are of {sizes} bytes" if sizes else f"{folder.path} has none yet"
             raise ArchiveError(
-                f"{self._file}: its blocks are of {header.block_tokens} tokens and {header.block_bytes} bytes, those "
-                f"in {folder.path} of {sizes} bytes. Mend: use the folder once with the archive's model and "
-                "block_tokens, or import with tiered.import_session"
+                f"{self._file}: its blocks are of {header.block_tokens} tokens and {header.block_bytes} bytes, and "
+                f"{those}. {_use_it_once(header)}"
             )
         if len(fitting) > 1:
             raise ArchiveError(

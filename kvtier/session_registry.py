@@ -15,6 +15,7 @@ import torch
 
 from kvtier.errors import ClosedError, SessionExistsError, StoreError, UnsupportedError
 from kvtier.hf import TieredCache, check_process
+from kvtier.inputs import check_vocabulary
 from kvtier.log import logger
 from kvtier.origin import Sealed
 from kvtier.runtime import Runtime
@@ -277,6 +278,7 @@ class Sessions:
     def generate(self, key: bytes, name: str, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """See `Session.generate`."""
         cache = self.cache(key, name)
+        check_vocabulary(input_ids, "session.generate", self._model)  # before the session goes back to what is common
         self._entry(key, name).transcript = []
         return take_turn(name, self._model, cache, input_ids, kwargs, partial(self._keep_turn, key, cache))
 

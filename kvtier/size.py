@@ -15,22 +15,36 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+|%)?", re.ASCII)
 
 
 _BINARY = tuple(name for name in reversed(_UNIT_BYTES) if "i" in name)
-_SHORT = len("20480MiB")  # still read at a glance; 19531250KiB is not
+_SHORT = len("1536MiB")  # still read at a glance; 19531250KiB is not
+
+
+def size_words(num_bytes: float) -> str:
+    """A size for people, as a config takes it: `24GiB`, `1.5GiB`, `20GB`; below 1 KiB `512 bytes`. The only way.
+
+    Exactly where that is short, else rounded up to a hundredth of a unit: a minimum copied from a message is enough.
+    """
+    whole = round(num_bytes)
+    if whole < 0:
+        return f"-{size_words(-whole)}"
+    unit = next((name for name in _BINARY if whole >= _UNIT_BYTES[name]), None)
+    if unit is None:
+        return f"{whole} byte{'s' * (whole != 1)}"
+    hundredths, rest = divmod(whole * 100, _UNIT_BYTES[unit])
+    exact = str(Size(whole))
+    if rest and len(exact) <= _SHORT and exact != f"{whole}B":
+        return exact
+    return f"{(hundredths + bool(rest)) / 100:.2f}".rstrip("0").rstrip(".") + unit
 
 
 def size_and_bytes(num_bytes: int) -> str:
-    """A size for messages, as a config takes it and exactly: `1GiB (1073741824 bytes)`; below 1 KiB bytes alone.
+    """A size for messages that compare budgets, and exactly: `1GiB (1073741824 bytes)`; below 1 KiB bytes alone."""
+    words = size_words(num_bytes)
+    return words if words.endswith(("byte", "bytes")) else f"{words} ({num_bytes} bytes)"
 
-    One that no unit divides is rounded up to a hundredth, so that a minimum copied from a message is enough.
-    """
-    unit = next((name for name in _BINARY if num_bytes >= _UNIT_BYTES[name]), None)
-    if unit is None:
-        return f"{num_bytes} byte{'s' * (num_bytes != 1)}"
-    exact = str(Size(num_bytes))
-    if len(exact) <= _SHORT and exact != f"{num_bytes}B":
-        return f"{exact} ({num_bytes} bytes)"
-    hundredths = -(-num_bytes * 100 // _UNIT_BYTES[unit])
-    return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + f"{unit} ({num_bytes} bytes)"
+
+def speed_words(bytes_per_s: float) -> str:
+    """Bytes a second for people, in decimal units as disks and links are sold: `0.53 GB/s`, `12 MB/s`."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
 def whole_pages(num_bytes: int) -> int:

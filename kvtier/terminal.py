@@ -9,12 +9,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.table import Column, Table
 
-_PAGE_WIDTH = 80  # the least: a table squeezed into less loses the digits that --drop takes, a terminal wraps lines
+_PAGE_WIDTH = 80  # the least: what is narrower wraps the lines itself
+_WORD_WIDTH = 16  # longer ones are folded where a column may be squeezed
+_ANY_WIDTH = 10_000
 
 
 class OutputLostError(Exception):
@@ -136,3 +140,43 @@ def page_console() -> Console:
     console = Console(highlight=False)
     console.width = max(console.width, _PAGE_WIDTH)
     return console
+
+
+def print_page(parts: Iterable[RenderableType], console: Console) -> None:
+    """Print tables so that nothing of a cell is lost, and everything else as lines that stay whole."""
+    for part in parts:
+        if isinstance(part, Table):
+            print_table(part, console)
+        else:
+            console.print(part, soft_wrap=True)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table that is wider than the console rather than cut: rich would end cells with an ellipsis.
+
+    Columns that are `no_wrap` (figures, names to copy) stay whole in their lines. The others are broken between words,
+    and inside of words of more than 16 characters. Sets the columns' widths.
+    """
+    roomy = console.options.update(width=_ANY_WIDTH)
+    needed = Measurement.get(console, roomy, table).maximum
+    squeezed: list[tuple[int, int, Column]] = []
+    for column in table.columns:
+        cells = [*([column.header] if table.show_header else []), *column.cells]
+        sizes = [Measurement.get(console, roomy, cell) for cell in cells]
+        column.width = max((size.maximum for size in sizes), default=0)
+        column.overflow = "fold"
+        if not column.no_wrap:
+            word = min(_WORD_WIDTH, max((size.minimum for size in sizes), default=0))
+            squeezed.append((column.width, word, column))
+            needed -= column.width
+    room, left = console.width - needed, len(squeezed)
+    for widest, word, column in sorted(squeezed, key=lambda each: each[:2]):  # narrow ones first: they leave room
+        column.width = max(word, min(widest, room // left))
+        needed += column.width
+        room, left = room - column.width, left - 1
+    before = console.width
+    console.width = max(before, needed)
+    try:
+        console.print(table)
+    finally:
+        console.width = before

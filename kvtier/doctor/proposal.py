@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import KVTierConfig, load_config
-from kvtier.config_files import parse_yaml
 from kvtier.config_tiers import MIN_PAGE_CACHE_BYTES
+from kvtier.config_yaml import parse_yaml
 from kvtier.copy_length import LONG_BYTES, copy_rate, long_block_tokens
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk_rates import Access
 from kvtier.doctor.facts import CUDA_LAYER_TOKEN_BYTES, SLICE_BYTES, Facts
 from kvtier.rate import Rate
-from kvtier.size import Size
+from kvtier.size import Size, size_words, speed_words
 from kvtier.terminal import printable
 from kvtier.types import IoMode
 
@@ -73,19 +73,6 @@ def propose(facts: Facts, path: Path | None, max_writes: Rate | None = None) -> 
     return Proposal(text, values, load_config(values))
 
 
-def gigabytes(rate: float) -> str:
-    """A rate for people."""
-    return f"{rate / 1e9:.2f} GB/s"
-
-
-def size_words(num_bytes: float) -> str:
-    """A size for people."""
-    for unit, name in ((1 << 40, "TiB"), (_GIB, "GiB"), (_MIB, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f}".removesuffix(".0") + f" {name}"
-    return f"{int(num_bytes)} bytes"
-
-
 def faster_mode(facts: Facts) -> tuple[IoMode, str]:
     """Which `io` to take, and why."""
     direct, mmap = (facts.read_rate(mode) for mode in (IoMode.DIRECT, IoMode.MMAP))
@@ -98,7 +85,9 @@ def faster_mode(facts: Facts) -> tuple[IoMode, str]:
         return IoMode.MMAP, direct.why
     mode = IoMode.MMAP if mmap > direct * _TIE else IoMode.DIRECT
     tie = ", a tie" if mode is IoMode.DIRECT and mmap * _TIE > direct else ""
-    words = f"cold random reads of {SLICE_BYTES >> 10} KiB: direct {gigabytes(direct)}, mmap {gigabytes(mmap)}{tie}"
+    words = (
+        f"cold random reads of {size_words(SLICE_BYTES)}: direct {speed_words(direct)}, mmap {speed_words(mmap)}{tie}"
+    )
     return mode, words
 
 
@@ -176,7 +165,7 @@ def _block_tokens(facts: Facts, mode: IoMode, nvme: int | NotMeasured) -> tuple[
     small, middle, large = (facts.read_rate(mode, size) for size in (64 << 10, SLICE_BYTES, 1 << 20))
     if isinstance(small, NotMeasured) or isinstance(middle, NotMeasured) or isinstance(large, NotMeasured):
         return default
-    words = f"cold reads of 64 KiB {gigabytes(small)}, 384 KiB {gigabytes(middle)}, 1 MiB {gigabytes(large)}"
+    words = f"cold reads of 64KiB {speed_words(small)}, 384KiB {speed_words(middle)}, 1MiB {speed_words(large)}"
     if small >= 0.8 * large:
         return "128", f"short reads are nearly as fast, and small blocks waste less: {words}"
     if middle < 0.7 * large and facts.limits.available_bytes > 4 * _GIB:
@@ -197,7 +186,7 @@ def reach(facts: Facts, piece_bytes: int) -> str:
     """What copies to the device of that size reach, for the end of a sentence; empty where it was not measured."""
     rates = facts.copies_up()
     rate = copy_rate(piece_bytes, rates)
-    return "" if rate is None else f": they reach about {gigabytes(rate)} of {gigabytes(rates[max(rates)])}"
+    return "" if rate is None else f": they reach about {speed_words(rate)} of {speed_words(rates[max(rates)])}"
 
 
 def _reading_lines(facts: Facts, mode: IoMode) -> Iterator[Line]:
@@ -208,7 +197,7 @@ def _reading_lines(facts: Facts, mode: IoMode) -> Iterator[Line]:
     if isinstance(one, NotMeasured) or isinstance(best, NotMeasured):
         why = "the rates of this disk at other depths could not be measured"
     else:
-        why = f"{gigabytes(best)} at best, nearly so at {depth} at a time; one at a time gives {gigabytes(one)}"
+        why = f"{speed_words(best)} at best, nearly so at {depth} at a time; one at a time gives {speed_words(one)}"
     yield Line(0, "prefetch", "", "")
     yield Line(1, "depth", str(layers), f"layers read ahead: {why}")
     threads = 16 if depth > _DEFAULT_THREADS else _DEFAULT_THREADS

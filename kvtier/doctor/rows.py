@@ -115,7 +115,7 @@ def _host(facts: Facts) -> Iterator[Row]:
         "xxh3, one core",
         host.checksum,
         Unit.BYTES_PER_S,
-        "384 KiB at a time, from memory; every read is checked",
+        "384KiB at a time, from memory; every read is checked",
     )
     yield Row("processor", "zstd-1 compress, one core", host.compress, Unit.BYTES_PER_S, "raw bytes of bf16 noise")
     yield Row("processor", "zstd-1 decompress, one core", host.decompress, Unit.BYTES_PER_S, "bytes that come out")

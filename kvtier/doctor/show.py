@@ -12,10 +12,10 @@ from rich.text import Text
 
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.disk_rates import DEPTHS, MODES, REQUEST_BYTES, Access, DiskRate
-from kvtier.doctor.proposal import gigabytes, size_words
 from kvtier.doctor.report import Report
 from kvtier.doctor.rows import Row, Unit
-from kvtier.terminal import printable
+from kvtier.size import size_words, speed_words
+from kvtier.terminal import print_page, printable
 
 _COLD_FRAC = 0.95
 
@@ -53,12 +53,8 @@ class Bars:
 
 
 def print_report(report: Report, console: Console, verbose: bool = False) -> None:
-    """The report; the tables of all that was measured only if `verbose`: they are 150 lines and more.
-
-    Lines of text stay whole, since what is copied from there has to load.
-    """
-    for part in _parts(report, verbose):
-        console.print(part, soft_wrap=isinstance(part, Text))
+    """The report; the tables of all that was measured only if `verbose`: they are 150 lines and more."""
+    print_page(_parts(report, verbose), console)
 
 
 def _parts(report: Report, verbose: bool) -> Iterator[RenderableType]:
@@ -105,7 +101,7 @@ def _words(value: float, unit: Unit) -> str:
         case Unit.BYTES:
             return size_words(value)
         case Unit.BYTES_PER_S:
-            return gigabytes(value)
+            return speed_words(value)
         case Unit.TOKENS_PER_S:
             return f"{value:,.0f} tokens/s"
         case Unit.FLOP_PER_S:
@@ -132,7 +128,7 @@ def _disk_table(report: Report) -> Table:
     for size in sorted(REQUEST_BYTES):
         for depth in sorted(DEPTHS):
             cells = [report.facts.disk.row(mode, access, size, depth) for access, mode in heads]
-            table.add_row(f"{size >> 10} KiB", str(depth), *(_cell(cell, notes) for cell in cells))
+            table.add_row(size_words(size), str(depth), *(_cell(cell, notes) for cell in cells))
         table.add_section()
     table.caption, table.caption_justify = "\n".join(notes) or None, "left"
     return table

@@ -10,10 +10,11 @@ from kvtier.copy_length import LONG_BYTES, long_block_tokens
 from kvtier.doctor.answer import NotMeasured
 from kvtier.doctor.facts import CUDA_LAYER_TOKEN_BYTES, Facts
 from kvtier.doctor.limits import UNLIMITED
-from kvtier.doctor.proposal import gigabytes, reach, size_words
+from kvtier.doctor.proposal import reach
 from kvtier.errors import ConfigError
 from kvtier.policy import load_eviction, load_prefetch
 from kvtier.rate import Rate
+from kvtier.size import size_words, speed_words
 from kvtier.stores.file_io import PAGE_BYTES
 from kvtier.stores.folder_check import check_folder_usable
 from kvtier.stores.nvme_layout import BOOKKEEPING_BYTES
@@ -61,14 +62,14 @@ def _disk_warnings(facts: Facts) -> Iterator[str]:
     name, token_bytes, prefill = example(facts)
     if not place.is_memory and rate < token_bytes * prefill:
         yield (
-            f"this disk is too slow: it reads {gigabytes(rate)}, which brings back {rate / token_bytes:,.0f} tokens/s "
-            f"of {name}, and a machine that prefills {prefill:,} tokens/s recomputes them sooner. Leave the nvme tier "
-            "out, or give a path on a faster disk"
+            f"this disk is too slow: it reads {speed_words(rate)}, which brings back {rate / token_bytes:,.0f} "
+            f"tokens/s of {name}, and a machine that prefills {prefill:,} tokens/s recomputes them sooner. Leave the "
+            "nvme tier out, or give a path on a faster disk"
         )
     if isinstance(disk.takes_direct, NotMeasured) and not place.is_memory:
         yield f"{place.kind} does not take O_DIRECT there: `io: direct` is refused, and reads go through the page cache"
     if disk.preallocates is False:
-        yield f"{place.kind} cannot preallocate: each file of up to 1 GiB is written with zeros first, which takes time"
+        yield f"{place.kind} cannot preallocate: each file of up to 1GiB is written with zeros first, which takes time"
 
 
 def _limit_warnings(facts: Facts, config: KVTierConfig | None) -> Iterator[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
+from kvtier.size import size_words
 from kvtier.types import BlockShape, LayerGroup
 
 
@@ -87,7 +88,8 @@ class ModelCard:
             groups.append(("sliding-window layers (not tiered)", self.num_window, kept, self.window_bytes(num_tokens)))
         return [
             f"{count} {kind} x {tokens:,} tokens x {self.kv_heads} KV heads x ({self.head_dim} + {self.head_dim}) x "
-            f"{self.element_bytes} bytes ({self.dtype}) = {num_bytes:,} bytes ({decimal(num_bytes)})"
+            f"{self.element_bytes} bytes ({self.dtype}) = {num_bytes:,} bytes "
+            f"({decimal(num_bytes)}), {size_words(num_bytes)}"
             for kind, count, tokens, num_bytes in groups
         ]
 

@@ -9,15 +9,13 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.filesize import decimal
-
 from kvtier.budget import GpuBudget, cpu_slots, files_bytes, split_gpu_budget, staging_bytes
 from kvtier.config import KVTierConfig
 from kvtier.config_tiers import NvmeTierConfig
 from kvtier.errors import BudgetError, ConfigError
 from kvtier.planner.card import ModelCard
 from kvtier.planner.rates import HOW, Rates
-from kvtier.size import SizeUnit, size_and_bytes
+from kvtier.size import SizeUnit, size_and_bytes, size_words
 from kvtier.stores.nvme_layout import RESERVE_FREE_FRAC, min_budget_bytes, sessions_room_bytes
 from kvtier.stores.slot_format import Geometry
 from kvtier.stores.slot_payload import joined_room_bytes
@@ -233,9 +231,9 @@ def _limits(layout: Layout, budgets: dict[Tier, int], rates: Rates | None) -> It
         yield Limit(
             "device memory",
             0,
-            f"weights of {decimal(card.weights_bytes)} and tiers.gpu.budget of {decimal(budgets[Tier.GPU])} are "
-            f"{decimal(together)}, and the device has {decimal(layout.device_bytes)}: lower the budget, or take a "
-            "smaller model or dtype",
+            f"weights of {size_words(card.weights_bytes)} and tiers.gpu.budget of {size_words(budgets[Tier.GPU])} "
+            f"are {size_words(together)}, and the device has {size_words(layout.device_bytes)}: lower the budget, or "
+            "take a smaller model or dtype",
         )
     least_bytes = min_budget_bytes(shape)
     if 0 < budgets[Tier.NVME] < least_bytes:
@@ -251,8 +249,8 @@ def _limits(layout: Layout, budgets: dict[Tier, int], rates: Rates | None) -> It
         yield Limit(
             "host memory",
             0,
-            f"the budgets in host memory{' and the weights' * (layout.device == 'cpu')} are {decimal(host)}, and the "
-            f"process may use {decimal(int(rates.host_bytes))}: lower them",
+            f"the budgets in host memory{' and the weights' * (layout.device == 'cpu')} are {size_words(host)}, and "
+            f"the process may use {size_words(rates.host_bytes)}: lower them",
         )
     gpu = layout.gpu
     if gpu is not None and layout.config.attention is AttentionMode.GATHERED:
@@ -261,8 +259,8 @@ def _limits(layout: Layout, budgets: dict[Tier, int], rates: Rates | None) -> It
             yield Limit(
                 "gathered layer",
                 0,
-                f"attention: gathered assembles one layer of {context:,} tokens, {decimal(layer)}, and the gpu budget "
-                f"leaves {decimal(gpu.gather_bytes)}: raise tiers.gpu.budget or use attention: blockwise",
+                f"attention: gathered assembles one layer of {context:,} tokens, {size_words(layer)}, and the gpu "
+                f"budget leaves {size_words(gpu.gather_bytes)}: raise tiers.gpu.budget or use attention: blockwise",
             )
     if gpu is not None and card.num_window:
         yield _window_limit(layout, gpu)
@@ -279,9 +277,9 @@ def _window_limit(layout: Layout, gpu: GpuBudget) -> Limit:
     return Limit(
         "windows in the gpu budget",
         max_users,
-        f"{card.num_window} sliding-window layers keep {decimal(each)} a user beside the tiers (and {decimal(more)} "
-        f"while one prefills), and untiered_frac of tiers.gpu.budget leaves them {decimal(gpu.untiered_bytes)}: raise "
-        "either",
+        f"{card.num_window} sliding-window layers keep {size_words(each)} a user beside the tiers (and "
+        f"{size_words(more)} while one prefills), and untiered_frac of tiers.gpu.budget leaves them "
+        f"{size_words(gpu.untiered_bytes)}: raise either",
     )
 
 

@@ -13,6 +13,7 @@ from kvtier.config_errors import closest
 from kvtier.errors import ConfigError
 from kvtier.planner.card import ModelCard
 from kvtier.planner.model_config import read_card
+from kvtier.size import size_words
 
 _CONFIG_BYTES_MAX = 16 << 20
 
@@ -58,7 +59,7 @@ def read_json(file: Path, where: str, mend: str) -> Mapping[str, Any]:
     """A JSON mapping. Raises ConfigError, whose text begins with `where` and ends with `mend`."""
     try:
         if file.stat().st_size > _CONFIG_BYTES_MAX:
-            raise ValueError(f"it has more than {_CONFIG_BYTES_MAX >> 20} MiB")
+            raise ValueError(f"it has more than {size_words(_CONFIG_BYTES_MAX)}")
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
-
 from kvtier import __version__
 from kvtier.bound import Bound
 from kvtier.config import read_config
@@ -20,7 +18,7 @@ from kvtier.planner.expected import Expected, expected_round, speeds
 from kvtier.planner.layout import Layout, Limit, lay_out
 from kvtier.planner.models import find_card
 from kvtier.planner.rates import HOW, Rates, read_rates
-from kvtier.size import Size, SizeUnit
+from kvtier.size import Size, SizeUnit, size_words
 from kvtier.types import AttentionMode, Tier
 
 FORMAT = 1
@@ -78,6 +76,18 @@ class Plan:
         """0: so many users work; 1: a limit breaks before."""
         return EXIT_BREAKS if self.first_break else EXIT_FITS
 
+    @property
+    def device_source(self) -> str:
+        """Where it is from which device this is about: `assumed`, or the file of the rates."""
+        return "assumed" if self.rates is None else self.rates.source
+
+    @property
+    def device_bytes_source(self) -> str:
+        """Likewise of its memory."""
+        if self.wishes.device_memory:
+            return "--device-memory"
+        return "assumed" if self.rates is None else self.rates.source
+
     def limit_at(self, users: int) -> Limit | None:
         """The tightest of the limits that `users` are beyond."""
         return next((limit for limit in self.layout.limits if limit.max_users < users), None)
@@ -129,7 +139,9 @@ class Plan:
             "context_tokens": context,
             "users": self.wishes.users,
             "device": layout.device,
+            "device_source": self.device_source,
             "device_bytes": layout.device_bytes,
+            "device_bytes_source": self.device_bytes_source,
             "kv": {
                 "formulas": card.formulas(context),
                 "tiered_bytes": card.tiered_bytes(context),
@@ -237,16 +249,19 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"{card.num_linear} layers of linear attention keep a state of fixed size, which is in no figure here"
     if layout.staging_bytes:
         owner = "tiers.cpu.budget" if layout.config.tiers.budget(Tier.CPU).amount else "tiers.nvme.page_cache"
-        yield f"{decimal(layout.staging_bytes)} of {owner} are staging between files and the device, by io_threads"
+        yield f"{size_words(layout.staging_bytes)} of {owner} are staging between files and the device, by io_threads"
     if words := short_copies(layout, rates):
         yield words
     if plan.wishes.device_memory:
         yield "the device's memory is as --device-memory says"
     elif rates is None:
-        yield "the device is taken to hold weights and tiers.gpu.budget, no more: give --device-memory or --rates"
+        yield "the device is assumed to hold weights and tiers.gpu.budget, no more: give --device-memory or --rates"
     if rates is None:
-        yield "the device is taken to be a CUDA device"
-        yield f"bytes and places only: tokens/s need this machine's rates. {HOW}"
+        yield (
+            "a CUDA device is assumed, and this machine was not looked at: without one, weights and gpu tier lie in "
+            f"host memory too, and other limits break first. For the plan of a machine: {HOW}"
+        )
+        yield "bytes and places only: nothing here says how fast; that takes the rates of a machine, as above"
         return
     row = plan.rows[-1]
     if row.limit is not None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -14,25 +13,26 @@ from kvtier.bound import Bound
 from kvtier.planner.bound import rows_at_once
 from kvtier.planner.expected import Expected, Term
 from kvtier.planner.report import Plan
-from kvtier.terminal import printable
+from kvtier.size import size_words, speed_words
+from kvtier.terminal import print_page, printable
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """The whole plan. Lines of text stay whole."""
-    for part in _parts(plan):
-        console.print(part, soft_wrap=isinstance(part, Text))
+    """The whole plan."""
+    print_page(_parts(plan), console)
 
 
 def _parts(plan: Plan) -> Iterator[RenderableType]:
     layout, card = plan.layout, plan.layout.card
     yield Text(printable(f"{card.name}: {card.num_parameters:,} parameters ({card.dtype}), {plan.source}"))
-    yield Text(f"weights: {decimal(card.weights_bytes)}")
+    yield Text(printable(_device(plan)))
+    yield Text(f"weights: {size_words(card.weights_bytes)}")
     yield Text(f"KV of one user with {layout.context_tokens:,} tokens:")
     for line in card.formulas(layout.context_tokens):
         yield Text(f"  {line}")
     yield Text(
-        f"{plan.wishes.users:,} users: {decimal(plan.wishes.users * card.kv_bytes(layout.context_tokens))} of KV, in "
-        f"blocks of {layout.shape.block_tokens} tokens, {decimal(layout.shape.block_bytes)} each, "
+        f"{plan.wishes.users:,} users: {size_words(plan.wishes.users * card.kv_bytes(layout.context_tokens))} of KV, "
+        f"in blocks of {layout.shape.block_tokens} tokens, {size_words(layout.shape.block_bytes)} each, "
         f"{layout.blocks_per_user:,} a user"
     )
     yield _tiers(plan)
@@ -41,11 +41,12 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     without, kept = layout.max_users_without + 1, layout.max_users + 1
     tightest = layout.limits[0]
     yield Text(
-        f"first count that fails without kvtier: {without:,} (weights and all KV in {decimal(layout.device_bytes)})"
+        f"first count that fails without kvtier: {without:,} (weights and all KV in {size_words(layout.device_bytes)})"
     )
     yield Text(printable(f"first count that fails with kvtier: {kept:,} ({tightest.name}: {tightest.words})"))
     if plan.rates is not None and plan.first_break is None:
         yield _predictions(plan)
+        yield Text(printable(f"rates: {plan.rates.source}, of the machine where the doctor measured them"))
         yield from _expectation(plan)
     for note in plan.notes:
         yield Text(printable(f"note: {note}"))
@@ -54,23 +55,34 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
         yield Text(printable(f"{plan.wishes.users:,} users do not fit: {broken.name}"), style="bold red")
 
 
+def _device(plan: Plan) -> str:
+    """What this is about: nothing here is of the machine that the plan is made on, unless its rates were given."""
+    kind = "a CUDA device" if plan.layout.device == "cuda" else "no CUDA device: host memory"
+    memory = size_words(plan.layout.device_bytes)
+    if plan.rates is None:
+        by = "" if plan.device_bytes_source == "assumed" else f", its memory by {plan.device_bytes_source}"
+        return f"device: {kind} of {memory}, assumed{by}; not this machine's: see the notes"
+    by = "" if plan.device_bytes_source == plan.device_source else f", its memory by {plan.device_bytes_source}"
+    return f"device: {kind} of {memory}, by {plan.device_source}{by}"
+
+
 def _tiers(plan: Plan) -> Table:
     layout = plan.layout
     placed = layout.place(plan.wishes.users)
     table = _table(printable(f"Tiers of {plan.wishes.config}, {plan.wishes.users:,} users"))
     for name in ("tier", "budget", "blocks", "used", "KV there"):
-        table.add_column(name, justify="left" if name == "tier" else "right")
+        table.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
     for room in layout.rooms:
         used = placed.blocks[room.tier]
         table.add_row(
             room.tier.label,
-            decimal(room.budget_bytes),
+            size_words(room.budget_bytes),
             f"{room.num_slots:,}",
             f"{used:,}",
-            decimal(used * layout.shape.block_bytes),
+            size_words(used * layout.shape.block_bytes),
         )
     if placed.missing:
-        table.add_row("none", "", "", f"{placed.missing:,}", decimal(placed.missing * layout.shape.block_bytes))
+        table.add_row("none", "", "", f"{placed.missing:,}", size_words(placed.missing * layout.shape.block_bytes))
     return table
 
 
@@ -84,7 +96,7 @@ def _gpu_parts(plan: Plan) -> str:
         "gathered layer": gpu.gather_bytes,
         "layers that are not tiered": gpu.untiered_bytes,
     }
-    words = ", ".join(f"{name} {decimal(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+    words = ", ".join(f"{name} {size_words(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
     return f"of the gpu budget: {words}\n"
 
 
@@ -100,9 +112,9 @@ def _users(plan: Plan) -> Table:
         free = plan.free_without(row.users)
         cells = [
             f"{row.users:,}",
-            decimal(layout.card.weights_bytes),
-            decimal(row.users * layout.card.kv_bytes(layout.context_tokens)),
-            decimal(free) if free >= 0 else f"-{decimal(-free)}",
+            size_words(layout.card.weights_bytes),
+            size_words(row.users * layout.card.kv_bytes(layout.context_tokens)),
+            size_words(free),
             "fits" if row.limit is None else "fails",
         ]
         if plan.rates is not None:
@@ -134,21 +146,32 @@ def _predictions(plan: Plan) -> Table:
             table.add_row(
                 what,
                 edge.name + ": binds" * (edge.name == bound.binding),
-                f"{edge.amount / 1e9:,.4g} GFLOP" if counts else decimal(int(edge.amount)),
-                "not measured" if edge.per_s is None else f"{edge.per_s / 1e9:,.4g} {'GFLOP/s' if counts else 'GB/s'}",
-                "–" if edge.seconds is None else f"{edge.seconds * 1e3:,.1f} ms",
+                _flop(edge.amount) if counts else size_words(int(edge.amount)),
+                "not measured" if edge.per_s is None else _per_s(edge.per_s, counts),
+                "–" if edge.seconds is None else _time(edge.seconds),
             )
             what = ""
         table.add_section()
     for term, beside in _terms(row.expected):
         name = f"{term.name}{' (beside)' * beside}"
-        table.add_row("expected", name, "", "", f"{(term.seconds or 0.0) * 1e3:,.1f} ms")
-    source = printable(plan.rates.source) if plan.rates is not None else ""
+        table.add_row("expected", name, "", "", _time(term.seconds or 0.0))
     table.caption = (
         f"decode: a token for each user, {rows_at_once(plan.layout, users):,} a step; 1st token: of one user, of "
-        f"whose context nothing is found\nrates: {source}"
+        "whose context nothing is found"
     )
     return table
+
+
+def _flop(amount: float) -> str:
+    return f"{amount / 1e9:,.4g} GFLOP" if amount < 1e13 else f"{amount / 1e12:,.4g} TFLOP"
+
+
+def _per_s(rate: float, counts_flop: bool) -> str:
+    return f"{_flop(rate)}/s" if counts_flop else speed_words(rate)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
 
 
 def _terms(expected: Expected | None) -> Iterator[tuple[Term, bool]]:
@@ -171,4 +194,6 @@ def _expectation(plan: Plan) -> Iterator[Text]:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE, pad_edge=False)
+    return Table(
+        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True
+    )

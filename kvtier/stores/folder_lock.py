@@ -48,8 +48,9 @@ def take_lock(folder_fd: int, path: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FolderInUseError(
-                f"nvme folder {path} belongs to process {_owner(fd)}, which is alive: set tiers.nvme.path "
-                "to another folder, leave it out for a temporary one, or set tiers.nvme.on_locked: subfolder"
+                f"nvme folder {path} belongs to process {_owner(fd)}, which is alive",
+                "set tiers.nvme.path to another folder, leave it out for a temporary one, or set "
+                "tiers.nvme.on_locked: subfolder",
             ) from None
         if os.stat(LOCK_NAME, dir_fd=folder_fd, follow_symlinks=False).st_ino != os.fstat(fd).st_ino:
             raise FolderInUseError(f"nvme folder {path} is being removed by its owner; try again")

@@ -148,6 +148,9 @@ class FolderView:
         self.close()
 
 
+_MADE = "give what tiers.nvme.path says, or the folder kv in it, which is made when a model is wrapped with it"
+
+
 def find_folder(path: Path) -> Path:
     """The folder of a store: `path`, or `kv` in it, where the runtime puts it.
 
@@ -160,6 +163,8 @@ def find_folder(path: Path) -> Path:
             return path
         inner = path / "kv"
         mode = os.lstat(inner).st_mode if os.path.lexists(inner) else 0
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: {error.strerror}: {_MADE}") from None
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte in the path, a user unknown
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if stat.S_ISLNK(mode):
@@ -168,7 +173,7 @@ def find_folder(path: Path) -> Path:
         return inner
     if EntryKind.LOCK in kinds and EntryKind.STRANGER not in kinds:
         return path  # of a store that has written nothing yet
-    raise ConfigError(f"{path} is not a folder of kvtier's: give what tiers.nvme.path says, or the folder kv in it")
+    raise ConfigError(f"{path} is not a folder of kvtier's: {_MADE}")
 
 
 def _kinds(path: Path) -> set[EntryKind]:

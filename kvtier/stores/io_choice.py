@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.size import size_and_bytes, size_words, speed_words
 from kvtier.stores.buffered_io import BufferedIo
 from kvtier.stores.direct_io import DirectIo
 from kvtier.stores.file_io import PAGE_BYTES, Bytes, FileIo, OpenFile
@@ -70,9 +71,10 @@ def choose_io(
     if wanted is IoMode.AUTO and is_memory_backed(kind):
         return IoChoice(IoMode.MMAP, f"files on {kind} are memory already")
     if wanted is IoMode.AUTO and room_bytes < MEASURED_FROM_BYTES:
-        return IoChoice(IoMode.MMAP, f"not measured: there is room for {room_bytes >> 20} MiB, below 1 GiB")
+        least = size_words(MEASURED_FROM_BYTES)
+        return IoChoice(IoMode.MMAP, f"not measured: there is room for {size_and_bytes(room_bytes)}, below {least}")
     if wanted is IoMode.AUTO and not may_write(MEASURING_BYTES):
-        reason = f"not measured: that writes {MEASURING_BYTES >> 20} MiB, too much of tiers.nvme.max_writes"
+        reason = f"not measured: that writes {size_words(MEASURING_BYTES)}, too much of tiers.nvme.max_writes"
         return IoChoice(IoMode.MMAP, reason)
     try:
         scratch = scratch_file(folder)
@@ -102,7 +104,7 @@ def _measured(scratch: OpenFile, direct: DirectIo, folder: Path, slice_bytes: in
     try:
         written = _write_scratch(scratch, direct)
         if written < max(_MIN_SCRATCH_BYTES, _NUM_THREADS * size):
-            reason = f"not measured: the disk took only {written >> 10} KiB in {_WRITE_S:g} s"
+            reason = f"not measured: the disk took only {size_words(written)} in {_WRITE_S:g} s"
             return IoChoice(IoMode.MMAP, reason)
         plain = reopened(scratch)
         buffered.prepare(plain.fd)
@@ -118,8 +120,8 @@ def _measured(scratch: OpenFile, direct: DirectIo, folder: Path, slice_bytes: in
     by_direct, by_mmap = (statistics.median(rates[mode]) for mode in (IoMode.DIRECT, IoMode.MMAP))
     mode = IoMode.MMAP if by_mmap > by_direct * _BUFFERED_MUST_BE else IoMode.DIRECT
     reason = (
-        f"cold random reads of {size >> 10} KiB, {_NUM_THREADS} at a time: direct {by_direct / 1e9:.2f} GB/s, mmap "
-        f"{by_mmap / 1e9:.2f} GB/s (medians of {_NUM_ROUNDS}, {written >> 20} MiB)"
+        f"cold random reads of {size_words(size)}, {_NUM_THREADS} at a time: direct {speed_words(by_direct)}, mmap "
+        f"{speed_words(by_mmap)} (medians of {_NUM_ROUNDS}, {size_words(written)})"
     )
     return IoChoice(mode, reason, by_mmap if mode is IoMode.MMAP else by_direct)
 

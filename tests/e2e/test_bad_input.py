@@ -16,6 +16,8 @@ import transformers as hf
 import yaml
 from torch import nn
 
+import kvtier.forward
+import kvtier.generate
 from kvtier import TieredKV
 from kvtier.errors import (
     BudgetError,
@@ -196,6 +198,20 @@ CALLS: dict[str, Case] = {
     ),
     "an attention keyword": (lambda c: c.call(sliding_window=4), UnsupportedError, "sliding_window=4"),
     "an unknown keyword": (lambda c: c.call(softmax_flavour="mild"), UnsupportedError, "softmax_flavour='mild'"),
+    "an id beyond the vocabulary": (
+        lambda c: c.generate(c.ids.index_fill(1, torch.tensor([180]), 256)),
+        UnsupportedError, "generate: token id 256, number 180 of row 0.*0 to 255.*resize_token_embeddings",
+    ),
+    "a negative id": (
+        lambda c: c.generate(c.ids.index_fill(1, torch.tensor([180]), -1)), UnsupportedError, "token id -1, number 180",
+    ),
+    "an id beyond the vocabulary to forward": (
+        lambda c: c.call(tokens(8).index_fill(1, torch.tensor([7]), 256)), UnsupportedError,
+        "a call: token id 256, number 7 of row 0",
+    ),
+    "a negative id to forward": (
+        lambda c: c.call(torch.tensor([[-1]])), UnsupportedError, "a call: token id -1, number 0",
+    ),
     "gradients": (with_grad, UnsupportedError, "require grad.*no_grad"),
 }  # fmt: skip
 
@@ -209,6 +225,55 @@ def test_a_call_that_cannot_be_honoured(name: str, chat: Chat) -> None:
         call(chat)
     assert chat.state() == before
     assert_same(chat.tiered.generate(chat.ids, cache=chat.cache.fork(), **GREEDY), chat.expected, chat.mode)
+
+
+@pytest.mark.parametrize("bad", [256, -1])
+def test_an_id_of_no_token_in_a_later_chunk_leaves_the_cache_as_it_was(chat: Chat, bad: int) -> None:
+    """The embedding's own IndexError came out, of a call whose first chunks were computed already."""
+    length, held = chat.cache.get_seq_length(), chat.cache.token_ids
+    ids = tokens(300, 5).index_fill(1, torch.tensor([299]), bad)
+    for given in ({"cache": chat.cache}, {"cache": chat.tiered.new_cache()}):
+        with pytest.raises(UnsupportedError, match=f"a call: token id {bad}, number 299") as caught, torch.no_grad():
+            chat.tiered(ids, **given)
+        assert isinstance(caught.value.__context__, IndexError)
+    chat.state()
+    assert (chat.cache.get_seq_length(), chat.cache.token_ids) == (length, held)
+    assert_same(chat.tiered.generate(chat.ids, cache=chat.cache.fork(), **GREEDY), chat.expected, chat.mode)
+
+
+def test_other_index_errors_of_a_model_are_its_own(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise IndexError("a layer's own")
+
+    monkeypatch.setattr(chat.model.model.layers[1], "forward", broken)
+    with pytest.raises(IndexError, match="a layer's own"):
+        chat.call()
+
+
+@pytest.mark.parametrize("bad", [256, -1])
+def test_an_id_of_no_token_leaves_a_session_whole(tmp_path: Path, bad: int) -> None:
+    """Also where the transcript was edited: the session does not go back for a call that is refused."""
+    model = tiny("llama")
+    with TieredKV(model, small_config(model, tmp_path)) as tiered:
+        session = tiered.session("alice")
+        out = session.generate(tokens(100), max_new_tokens=4, do_sample=False)
+        held = session.token_ids
+        wrong = torch.cat([out[:, :50], tokens(60, 7)], dim=1).index_fill(1, torch.tensor([80]), bad)
+        with pytest.raises(UnsupportedError, match=f"session.generate: token id {bad}, number 80"):
+            session.generate(wrong, max_new_tokens=4)
+        assert session.token_ids == held and session.cache.get_seq_length() == len(held)
+        ids, before = torch.cat([out, tokens(5, 8)], dim=1), tiered.stats()["tokens"]
+        again = session.generate(ids, max_new_tokens=4, do_sample=False)
+        assert tiered.stats()["tokens"] - before == ids.shape[1] - len(held) + 3
+        assert torch.equal(again, model.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+def test_steps_of_decoding_do_not_look_at_the_vocabulary(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for module in (kvtier.generate, kvtier.forward):
+        monkeypatch.setattr(module, "check_vocabulary", lambda ids, caller, model: calls.append(caller))
+    chat.tiered.generate(tokens(40), max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert calls == ["generate"]
 
 
 def test_a_cache_of_another_wrapper(chat: Chat, tmp_path: Path) -> None:

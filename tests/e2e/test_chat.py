@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import re
@@ -270,3 +271,16 @@ def test_without_a_path_it_says_that_nothing_is_kept(typed: Any, tmp_path: Path)
     config["tiers"]["cpu"]["budget"] = "16MiB"
     file.write_text(yaml.safe_dump(config))
     assert "nothing of this is kept" in typed("Hello!", options=("--config", str(file)))
+
+
+def test_a_second_chat_in_one_folder_hears_what_helps_there(
+    tmp_path: Path, typed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told to set tiers.nvme.path, in a preset."""
+    typed()
+    with TieredKV(copy.deepcopy(tiny()), config_at(tmp_path)):
+        words = ["chat", "--session", "alice", "--config", str(tmp_path / "chat.yaml")]
+        assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and f"belongs to process {os.getpid()}, which is alive: end that one" in err
+    assert "give --config" in err and "on_locked" not in err

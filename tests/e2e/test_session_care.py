@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from kvtier import TieredKV
-from kvtier.errors import ClosedError, StoreError, UnsupportedError
+from kvtier.errors import CapacityError, ClosedError, StoreError, UnsupportedError
 from kvtier.runtime import Runtime
 from kvtier.session import Session
 from kvtier.stores.nvme import NvmeStore
 from kvtier.types import SlotLabel, Tier
-from tests.e2e.families import BLOCK, GREEDY, occupied, tiny, tokens
+from tests.e2e.families import BLOCK, GREEDY, occupied, small_config, tiny, tokens
 from tests.e2e.test_session import ask, edited
 from tests.e2e.test_session_restart import NEW, keeping, talk, warnings
 
@@ -187,6 +187,25 @@ def test_a_pinned_session_survives_a_flood_here_and_where_it_is_not_opened(model
         flood(tiered, 3000)
     with TieredKV(model, config) as tiered:
         assert len(tiered.session("kept").cache.token_ids) < ids.shape[1] - 1
+
+
+def test_no_room_for_pinned_sessions_counts_their_blocks_and_says_unpin(model: Any, tmp_path: Path) -> None:
+    """`gpu 5/5 blocks (0 pinned)` was said of nothing but pinned ones."""
+    config = small_config(model, tmp_path, gpu_slots=5, prefix_cache=True)
+    config["tiers"] = {tier: config["tiers"][tier] for tier in ("gpu", "cpu")}
+    with TieredKV(model, config) as tiered:
+        with pytest.raises(
+            CapacityError, match=r"gpu (\d)/\1 blocks \([1-9]\d* pinned\), cpu .*unpin\(\) sessions, drop"
+        ):
+            for number in range(100):
+                session = tiered.session(f"{number}")
+                session.generate(tokens(30, number), max_new_tokens=2, do_sample=False)
+                session.pin()
+        assert number and tiered.session("0").info.is_pinned
+        for info in tiered.sessions():
+            tiered.session(info.name).unpin()
+        session.generate(tokens(30, number), max_new_tokens=2, do_sample=False)
+        tiered.check_integrity()
 
 
 def test_what_a_prompt_took_over_of_a_pinned_session_stays_too(model: Any, tmp_path: Path) -> None:

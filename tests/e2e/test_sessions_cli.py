@@ -97,6 +97,30 @@ def test_list_and_show_say_what_is_there_and_not_what_was_said(tmp_path: Path, s
     assert sessions("show", nvme(config), "nobody")[0] == 2
 
 
+def test_the_list_says_what_can_be_resumed_and_cuts_no_cell(
+    tmp_path: Path, sessions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    config = config_at(tmp_path)
+    names = "support conversation of 14 November", "one-word-that-is-longer-than-its-column-can-be"
+    held = talked(config, *names)
+    with SessionFolder(nvme(config), owned=True) as folder:
+        session = folder.find(names[0])
+        place = session.places[7][0]  # of its own: the first five are of both
+        fd = folder.view.open_file(place.segment.name, writable=True)
+        slot_check.erase_slot(fd, place.segment.geometry, place.slot)
+        os.close(fd)
+    document = json.loads(sessions("list", nvme(config), "--json")[1])
+    resumable = {each["name"]: each["resumable_tokens"] for each in document["sessions"]}
+    assert resumable == {names[0]: 7 * BLOCK, names[1]: len(held[names[1]])}
+    status, out, _ = sessions("list", nvme(config))
+    assert status == 0 and "…" not in out and max(map(len, out.splitlines())) <= 80
+    num_tokens = len(held[names[0]])
+    assert f"{7 * BLOCK} of {num_tokens}" in out and f"{num_tokens} of {num_tokens}" in out
+    shown = "".join(line.split("  ")[0] for line in out.splitlines())
+    assert names[1] in shown and all(word in shown for word in names[0].split())
+
+
 def test_delete_erases_what_no_other_session_has(tmp_path: Path, sessions: Any) -> None:
     config = config_at(tmp_path)
     held = talked(config, "alice", "bob")
@@ -259,6 +283,25 @@ def test_what_does_not_fit_the_folder_is_refused(tmp_path: Path, sessions: Any) 
     assert {path: path.read_bytes() for path in (nvme(config) / "kv").iterdir() if path.name != "lock"} == {
         path: data for path, data in before.items() if path.name != "lock"
     }
+
+
+def test_an_import_into_a_folder_that_no_model_used_says_to_use_it_first(tmp_path: Path, sessions: Any) -> None:
+    config, there = config_at(tmp_path / "here"), config_at(tmp_path / "there")
+    talked(config, "alice")
+    file, empty = tmp_path / "alice.kvsession", tmp_path / "empty"
+    empty.mkdir()
+    assert sessions("export", nvme(config), "alice", file)[0] == 0
+    use_it = f"have a session there once, with the archive's model and block_tokens: {BLOCK}"
+    for path, why in ((tmp_path / "nothing", "No such file or directory"), (empty, "not a folder of kvtier's")):
+        status, out, err = sessions("import", path, file)
+        assert status == 2 and not out and err.count("\n") == 1 and why in err and use_it in err
+        assert not path.exists() or list(path.iterdir()) == []
+    with TieredKV(tiny(), there):
+        pass
+    status, _, err = sessions("import", nvme(there), file)
+    assert status == 2 and f"{nvme(there) / 'kv'} has none yet" in err and use_it in err
+    talked(there, "carol")  # as it was told to
+    assert sessions("import", nvme(there), file, "--budget", "4MiB")[0] == 0
 
 
 def test_compressed_folders(tmp_path: Path, sessions: Any) -> None:

@@ -172,7 +172,9 @@ def test_a_missing_demo_extra_says_how_to_mend_it(monkeypatch: pytest.MonkeyPatc
         models.load_model(None)
 
 
-def test_a_damaged_conversion_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_damaged_conversion_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"gguf")
     calls = []
@@ -186,10 +188,15 @@ def test_a_damaged_conversion_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(models.importlib.metadata, "version", lambda package: "1")
     monkeypatch.setattr(models.subprocess, "run", convert)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    quiet = Console(quiet=True)
-    folder = models._demo_folder(quiet)
-    assert models._demo_folder(quiet) == folder and len(calls) == 1
+    folder = models._demo_folder()
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("Converting SmolLM2") and err.count("\n") == 1, (
+        "36 silent seconds look like a hang"
+    )
+    assert "once: about 30 seconds" in err and str(folder) in err
+    assert models._demo_folder() == folder and len(calls) == 1
+    assert capsys.readouterr() == ("", "")
     (folder / "model.safetensors").write_bytes(b"weighty")
-    models._demo_folder(quiet)
+    models._demo_folder()
     assert len(calls) == 2 and (folder / "model.safetensors").read_bytes() == b"weights"
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no temporary folder is left"

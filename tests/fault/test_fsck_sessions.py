@@ -97,9 +97,10 @@ def test_names_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     left(tmp_path / "kv", *(record(name, 3) for name in names))
     result = CliRunner().invoke(cli.app, ["fsck", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    for shown in (r"\x1b[2Jgone", r"two\nlines", "[red]markup", r"\udcff", r"\u202eright to left", "x" * 23 + "…"):
+    for shown in (r"\x1b[2Jgone", r"two\nlines", "[red]markup", r"\udcff", r"\u202eright to left"):
         assert shown in result.stdout, shown
-    assert "\x1b" not in result.stdout and "\u202e" not in result.stdout and "x" * 40 not in result.stdout
+    assert "\x1b" not in result.stdout and "\u202e" not in result.stdout
+    assert 200 < result.stdout.count("x") < 300 and "…" in result.stdout, "a name is shown up to 240 characters"
     assert "sessions: 7" in result.stdout
     document = json.loads(CliRunner().invoke(cli.app, ["fsck", str(tmp_path), "--json"]).stdout)
     assert {each["name"] for each in document["sessions"]} == set(names)

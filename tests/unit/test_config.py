@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +202,27 @@ def test_refused(source: Any, words: list[str]) -> None:
 
 @pytest.mark.parametrize("text, words", [
     ("attention: on\n", ["attention", "on, off"]),
-    ("tiers:\n  gpu: {budget: 1GiB}\n  gpu: {budget: 2GiB}\n", ["line 3", "'gpu' stands twice"]),
+    ("tiers:\n  gpu: {budget: 1GiB}\n  gpu: {budget: 2GiB}\n", ["line 3, '  gpu:", "stands twice, first in line 2"]),
     ("block_tokens: 64\nblock_tokens: 64\n", ["line 2", "twice"]),
-    ("tiers: [\n", ["line"]),
-    ("tiers:\n\tgpu: 1\n", ["line 2", "Mend: indent with spaces"]),
-    ("", ["must be a mapping"]),
-    ("- 1\n", ["must be a mapping"]),
+    ("tiers: [\n", ["line 1, 'tiers: ['", "Mend: close the bracket"]),
+    ("tiers:\n\tgpu: 1\n", ["line 2, '\\tgpu: 1'", "Mend: indent with spaces"]),
+    ("tiers: {gpu: {budget: 1GiB}\nio_threads: 2\n", ["line 2, 'io_", "line 1, 'tiers: {", "Mend: close"]),
+    ("tiers: {gpu: {budget: 1GiB}}}\n", ["line 1, 'tiers:", "Mend: remove a bracket or brace"]),
+    ("tiers:\n  gpu: {budget: \"1GiB}\n", ["line 2, '  gpu: {", "Mend: close the quotation mark"]),
+    ("tiers:\n  gpu: {}\n cpu: {}\n", ["line 3, ' cpu: {}'", "Mend: indent the keys of one level"]),
+    ("tiers\n  gpu: 1\n", ["line 2, '  gpu: 1'", "Mend: begin the line before"]),
+    ("tiers:\n  gpu:{budget: 1GiB}\n", ["unknown key (write `gpu: `"]),
+    ("io_threads: @4\n", ["line 1, 'io_threads: @4'", "Mend: put the value into quotes"]),
+    ("io_threads: *four\n", ["line 1, 'io_threads: *four'", "Mend: put the value into quotes"]),
+    ("io_threads: 2026-99-99\n", ["line 1, 'io_threads:", "month", "Mend: put the value into quotes"]),
+    ("io_threads: 4\n---\nio_threads: 4\n", ["line 2, '---'", "Mend: keep one document"]),
+    ("io_threads: 4\n# \x01\n", ["line 2, '# \\x01'", "Mend: remove it"]),
+    ("? [a]\n: 1\n", ["line 1, '? [a]'", "Mend: write a plain word"]),
+    (f"x: @{'y' * 500}\n", ["line 1, 'x: @yyy", "…'", "Mend: put"]),
+    ("", ["is empty", "must be a mapping"]),
+    ("# a remark\n", ["is empty", "must be a mapping"]),
+    ("- 1\n", ["must be a mapping such as `tiers: {gpu: {budget: 1GiB}}`", "got [1]"]),
+    ("laptop\n", ["must be a mapping", "got 'laptop'"]),
     ("x: &x {y: *x}\n", ["nested"]),
     ("[" * 20000, ["not YAML"]),
     ("x: !!python/object/apply:os.getcwd []\n", ["could not determine a constructor"]),
@@ -220,10 +237,26 @@ def test_refused_files_name_the_file(tmp_path: Path, text: str, words: list[str]
 
 
 def test_refused_paths_of_configs(tmp_path: Path) -> None:
-    (tmp_path / "latin.yaml").write_bytes(b"# \xff\n")
-    for source in (tmp_path, str(tmp_path), tmp_path / "latin.yaml"):
-        with pytest.raises(ConfigError, match="cannot be read"):
+    (tmp_path / "latin.yaml").write_bytes(b"io_threads: 4\n# caf\xe9\n")
+    for source, why in (
+        (tmp_path, "it is a folder"),
+        (str(tmp_path), "it is a folder"),
+        (tmp_path / "latin.yaml", "line 2, '# caf\ufffd': byte 0xe9 is not UTF-8"),
+        (Path("/dev/null"), "it is not a regular file"),
+    ):
+        with pytest.raises(ConfigError, match=rf"cannot be read \({re.escape(why)}.*Mend: give a YAML file"):
             load_config(source)
+
+
+def test_a_config_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    file = tmp_path / "mine.yaml"
+    file.write_text("io_threads: 4\n")
+    monkeypatch.setattr(Path, "read_bytes", refused)  # root reads every file
+    with pytest.raises(ConfigError, match=r"mine.yaml cannot be read \(Permission denied\)"):
+        load_config(file)
 
 
 def test_direct_construction_gives_the_same_errors() -> None:

@@ -381,8 +381,8 @@ def test_a_config_that_cannot_work_says_why_with_status_1(tmp_path: Path, quick:
     assert result.exit_code == document["exit_status"] == 1
     text = "\n".join(document["problems"])
     assert len(document["problems"]) == 2
-    assert "eviction.cpu" in text and "tiers.cpu.budget 800 GiB + tiers.gpu.budget 400 GiB" in text
-    assert any("tiers.nvme.budget is 9999 TiB" in each and "stays free" in each for each in document["warnings"])
+    assert "eviction.cpu" in text and "tiers.cpu.budget 800GiB + tiers.gpu.budget 400GiB" in text
+    assert any("tiers.nvme.budget is 9999TiB" in each and "stays free" in each for each in document["warnings"])
     assert document["proposal"]["config"]["tiers"]["nvme"]["path"] == str(tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
 

@@ -143,7 +143,7 @@ def test_a_config_with_short_slices_is_warned_of_on_cuda_alone() -> None:
     short = load_config({"block_tokens": 64, "tiers": {"gpu": {"budget": "1GiB"}, "cpu": {"budget": "1GiB"}}})
     alone = load_config({"block_tokens": 64, "tiers": {"gpu": {"budget": "1GiB"}}})
     *_, warned = verdict.warnings(facts(gpus=cuda()), short)
-    assert "block_tokens is 64: slices of an 8B model in 16 bits are 256 KiB" in warned and "Give 256 or more" in warned
+    assert "block_tokens is 64: slices of an 8B model in 16 bits are 256KiB" in warned and "Give 256 or more" in warned
     assert "they reach about 20.00 GB/s of 20.00 GB/s" in warned
     assert verdict.warnings(facts(), short) == verdict.warnings(facts(gpus=cuda()), alone) == []
 
@@ -158,7 +158,7 @@ def test_a_config_with_short_slices_is_warned_of_on_cuda_alone() -> None:
         ({"speed": lambda *_: NONE}, "could not be measured: for a reason"),
         ({"takes_direct": NONE}, "does not take O_DIRECT"),
         ({"preallocates": False}, "cannot preallocate"),
-        ({"gpus": cuda()}, "RLIMIT_MEMLOCK is 8 MiB"),
+        ({"gpus": cuda()}, "RLIMIT_MEMLOCK is 8MiB"),
         ({"limits": {"num_files": 64}}, "RLIMIT_NOFILE is 64"),
     ],
 )
@@ -187,9 +187,9 @@ def test_the_disk_is_held_against_the_stated_prefill() -> None:
     ("tiers", "machine", "words"),
     [
         ({"gpu": {"budget": "30GiB"}}, {"gpus": cuda()}, "device memory are free"),
-        ({"gpu": {"budget": "61GiB"}}, {}, "tiers.gpu.budget 61 GiB: 61 GiB of host memory"),
-        ({"gpu": {"budget": "50%"}}, {"limits": {"available_bytes": 30 * GIB}}, "tiers.gpu.budget 32 GiB"),
-        ({"gpu": {"budget": "1GiB"}, "cpu": {"budget": "61GiB"}}, {"gpus": cuda()}, "tiers.cpu.budget 61 GiB"),
+        ({"gpu": {"budget": "61GiB"}}, {}, "tiers.gpu.budget 61GiB: 61GiB of host memory"),
+        ({"gpu": {"budget": "50%"}}, {"limits": {"available_bytes": 30 * GIB}}, "tiers.gpu.budget 32GiB"),
+        ({"gpu": {"budget": "1GiB"}, "cpu": {"budget": "61GiB"}}, {"gpus": cuda()}, "tiers.cpu.budget 61GiB"),
         (
             {"gpu": {"budget": "1GiB"}, "nvme": {"budget": "1GiB", "io": "direct"}},
             {"takes_direct": NONE},
@@ -212,7 +212,7 @@ def test_a_budget_beyond_the_disk_is_a_warning_as_at_wrapping(budget: str, numbe
     """Found by a new user: doctor said of the README's own file that it cannot work here, and that kvtier goes on."""
     config = read_config({"tiers": {"gpu": {"budget": "1GiB"}, "nvme": {"budget": budget}}})
     assert verdict.problems(config, facts()) == []
-    found = [text for text in verdict.warnings(facts(), config) if "350 GiB may be taken" in text]
+    found = [text for text in verdict.warnings(facts(), config) if "350GiB may be taken" in text]
     assert len(found) == number
 
 
@@ -223,7 +223,7 @@ def test_writes_below_a_block_of_a_common_model_are_a_warning() -> None:
         config = read_config({"tiers": tiers})
         assert verdict.problems(config, facts()) == []
         found = [text for text in verdict.warnings(facts(), config) if "max_writes" in text]
-        assert len(found) == number and all("11.2 MiB: with less than a block" in text for text in found)
+        assert len(found) == number and all("11.25MiB: with less than a block" in text for text in found)
 
 
 def test_a_folder_that_the_tier_would_refuse(tmp_path: Path) -> None:

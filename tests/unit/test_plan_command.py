@@ -277,3 +277,69 @@ def test_names_are_printed_with_escapes(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(presets()["SmolLM2-135M"]["config"]), encoding="utf-8")
     done = runner.invoke(cli.app, replaced("--model", str(folder)))
     assert done.exit_code == 0 and "\x1b" not in done.stdout and r"a\x1b[31m" in done.stdout
+
+
+def test_no_figure_of_a_prediction_is_cut_at_80_columns(
+    tmp_path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`10.02 GFL…` and `9,213.5 …` were."""
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "rates.json"
+    found = facts(compute=measured, decoding=SPEED)
+    report = Report(found, propose(found, None), "", [], [], True, 1.0)
+    document = report.document()
+    for row in document["rows"]:
+        if row["name"].startswith("matrix x matrix"):
+            row["value"] = 123456789.0
+    file.write_text(json.dumps(document), encoding="utf-8")
+    words = ["plan", "--model", "SmolLM2-135M", "--context", "8k", "--config", "laptop", "--dtype", "float32"]
+    words += ["--users", "12", "--rates", str(file), "--threads", "1"]
+    page = runner.invoke(cli.app, words).stdout
+    row = json.loads(runner.invoke(cli.app, [*words, "--json"]).stdout)["rows"][-1]
+    assert "…" not in page and f"rates: {file}, of the machine where" in page
+    edge = next(edge for edge in row["predicted_first_token"]["edges"] if edge["name"] == "compute")
+    lines = [line for line in page.splitlines() if "0.1235 GFLOP/s" in line]
+    assert len(lines) == 2 and f"{edge['ms'] / 1e3:,.1f} s" in lines[1]
+    assert max(len(line) for line in page[page.index("Tiers of") :].splitlines() if line.startswith(" ")) <= 80
+
+
+def test_budgets_are_printed_as_yaml_takes_them_and_the_formula_in_gigabytes_too() -> None:
+    page = runner.invoke(cli.app, PLAN).stdout
+    assert "= 4,294,967,296 bytes (4.3 GB), 4GiB" in page
+    (line,) = (line for line in page.splitlines() if line.split()[:1] == ["cpu"])
+    assert line.split()[1] == "160GiB"
+
+
+def test_without_rates_it_says_that_the_device_is_assumed() -> None:
+    """A plan on a laptop without CUDA read as if it were that laptop's."""
+    page = runner.invoke(cli.app, PLAN).stdout
+    assert "device: a CUDA device of 38.96GiB, assumed; not this machine's" in page
+    assert "a CUDA device is assumed, and this machine was not looked at" in page and "--rates rates.json" in page
+    document = json.loads(runner.invoke(cli.app, [*PLAN, "--json"]).stdout)
+    assert (document["device"], document["device_source"], document["device_bytes_source"]) == ("cuda",) + 2 * (
+        "assumed",
+    )
+    assert any("kvtier doctor --json > rates.json" in note for note in document["notes"])
+    words = with_option("--device-memory", "80GiB")
+    assert "a CUDA device of 80GiB, assumed, its memory by --device-memory" in runner.invoke(cli.app, words).stdout
+    assert json.loads(runner.invoke(cli.app, [*words, "--json"]).stdout)["device_bytes_source"] == "--device-memory"
+
+
+def test_with_rates_it_says_whose_the_device_is(rates: Path) -> None:
+    on_the_host(rates)
+    words = with_option("--rates", str(rates))
+    page, document = runner.invoke(cli.app, words).stdout, json.loads(runner.invoke(cli.app, [*words, "--json"]).stdout)
+    assert f"device: no CUDA device: host memory of 64GiB, by {rates}" in page and "assumed" not in page
+    assert document["device"] == "cpu" and document["device_source"] == document["device_bytes_source"] == str(rates)
+
+
+def test_the_doctors_tables_are_whole_at_80_columns(measured: Any) -> None:
+    out = io.StringIO()
+    found = facts(gpus=cuda(), compute=measured, decoding=SPEED)
+    report = Report(found, propose(found, None), "", [], [], True, 1.0)
+    print_report(report, Console(file=out, width=80), True)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith(("│", "┃"))]
+    assert len(lines) > 40 and {line[-1] for line in lines} <= {"│", "┃"}, "its right border is there"
+    assert "…" not in out.getvalue() and max(map(len, lines)) <= 80
+    cells = "".join(line.split("│")[4].strip() + " " for line in lines if line.count("│") == 5)
+    assert "on each head of K and V, which are read once" in " ".join(cells.split())

@@ -72,9 +72,9 @@ def test_every_config_preset_can_be_planned(name: str) -> None:
         (lambda: layout(gpu="4GiB", cpu="100MiB", nvme="8GiB"), "cpu budget", "one block .* for staging"),
         (lambda: layout(gpu="64GiB", nvme="8GiB", threads=8), "page cache", "4MiB .* for files .* add a cpu tier"),
         (lambda: layout(gpu="4GiB", nvme="1MiB"), "nvme budget", "leave the tier out"),
-        (lambda: layout(gpu="70GiB", rates=a_machine()), "device memory", "weights of 16.1 GB.* has 78.0 GB"),
-        (lambda: layout(gpu="4GiB", cpu="300GiB", rates=a_machine()), "host memory", "process may use 256.0 GB"),
-        (lambda: layout(gpu="4GiB", cpu="8GiB", rates=a_machine(cuda=False, host=20e9)), "device memory", "20.0 GB"),
+        (lambda: layout(gpu="70GiB", rates=a_machine()), "device memory", "weights of 14.96GiB.* has 78GB"),
+        (lambda: layout(gpu="4GiB", cpu="300GiB", rates=a_machine()), "host memory", "process may use 256GB"),
+        (lambda: layout(gpu="4GiB", cpu="8GiB", rates=a_machine(cuda=False, host=20e9)), "device memory", "20GB"),
         (lambda: layout(card("Gemma-3-27B"), gpu="8GiB", cpu="2TB"), "windows in the gpu budget", "52 sliding-window"),
     ],
 )  # fmt: skip

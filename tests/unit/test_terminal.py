@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import signal
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
+from rich.table import Table
 
 from kvtier import cli
 from kvtier.doctor.proposal import Line
 from kvtier.errors import ConfigError
 from kvtier.system import cache_folder
-from kvtier.terminal import printable
+from kvtier.terminal import print_table, printable
 from tests.fault.folders import filled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,6 +151,46 @@ def test_interrupted_is_said_once_by_every_command(
         monkeypatch.setattr(info, "callback", interrupted)
     assert cli.main([command, *["."] * (command == "fsck")]) == cli.EXIT_INTERRUPTED
     assert capsys.readouterr() == ("", "kvtier: interrupted\n")
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def printed(table: Table, width: int = 80) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    print_table(table, console)
+    assert console.width == width
+    return out.getvalue().splitlines()
+
+
+def test_a_table_keeps_every_figure_and_every_word_at_80_columns() -> None:
+    """rich cut `10.02 GFL…` and `9,213.5 …`: what no_wrap columns lack was taken from their cells."""
+    table = Table("what", "why")
+    figures = [f"{number}9,213.5 ms" for number in range(5)]
+    for _ in figures:
+        table.add_column("figure", no_wrap=True)
+    table.add_row("a name of several words", "a reason: " + "words " * 20, *figures)
+    lines = printed(table)
+    assert max(map(len, lines)) > 80 and "…" not in "".join(lines)
+    assert any(all(figure in line for figure in figures) for line in lines)
+    assert " ".join(lines).count("words") == 21
+
+
+def test_columns_of_words_share_what_figures_leave() -> None:
+    table = Table("what", "why")
+    table.add_column("figure", no_wrap=True)
+    table.add_row("prompt and answer, the host attends, float32", "off by 3.0e-05, allowed 1.0e-03 " * 2, "9,213.5 ms")
+    table.add_row("x" * 100, "", "")
+    lines = printed(table)
+    assert {len(line) for line in lines} == {80}
+    assert "".join(lines).count("x") == 100
+
+
+def test_a_table_that_fits_is_no_wider_than_its_cells() -> None:
+    table = Table("what", "why")
+    table.add_row("a", "b")
+    assert max(map(len, printed(table))) < 20
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
