@@ -212,24 +212,23 @@ class BlockTable:
         Raises:
             IntegrityError: the blocks do not fit the tokens; nothing changed.
         """
-        # An append that was interrupted here must not name tokens that are not held.
-        first = self.num_tokens
-        num_ids = self._ids.truncate(first)
-        self._runs.truncate(first)
+        first, num_blocks = self.num_tokens, len(self.blocks) + len(new_blocks)
         total = first + num_tokens
-        if len(self.blocks) + len(new_blocks) != -(-total // self.block_tokens):
-            raise IntegrityError(f"{total} tokens do not fill {len(self.blocks) + len(new_blocks)} blocks")
+        if num_blocks != -(-total // self.block_tokens):
+            raise IntegrityError(f"{total} tokens do not fill {num_blocks} blocks")
         if token_ids is not None and len(token_ids) != num_tokens:
             raise IntegrityError(f"{len(token_ids)} token ids for {num_tokens} tokens")
         if positions is not None and len(positions) != num_tokens:
             raise IntegrityError(f"{len(positions)} positions for {num_tokens} tokens")
-        if token_ids is not None and num_ids == first:
-            self._ids.extend(token_ids)
+        # An append that was interrupted here must not name tokens that are not held.
+        self._ids.put(first, () if token_ids is None else token_ids)
+        self._runs.truncate(first)
         if positions is None:
             self._runs.append(num_tokens, first, made)
         else:
             self._runs.extend(positions, made)
-        self.blocks.extend(new_blocks)
+        if new_blocks:
+            self.blocks.extend(new_blocks)
         for run in padding:
             self._padding.add(first + run.at, run.count)
         self.num_tokens = total

@@ -53,6 +53,8 @@ class Breaker:
         last_error: of the last one.
         is_hanging: as `look` saw it last.
         overdue_error: what passed its deadline first, while it hangs.
+        overdue_calls: reads and writes that have passed their deadline and are not over, each with what is said of it.
+            `look` has something to see while there are any, or the tier hangs.
     """
 
     # That many in a row: one or two may be bad luck, and each costs a step that waits for room.
@@ -68,7 +70,7 @@ class Breaker:
         """Whether it is out of use. Stays so until a move has succeeded."""
         self.is_hanging = False
         self.overdue_error = ""
-        self._overdue: dict[Hashable, str] = {}
+        self.overdue_calls: dict[Hashable, str] = {}
         self._num_in_a_row = 0
         self._probe: int | None = None
         self._rest = Rest(self.FIRST_REST_S, self.LONGEST_REST_S, clock)
@@ -85,17 +87,17 @@ class Breaker:
 
     def overdue(self, call: Hashable, error: str) -> None:
         """A read or write of the tier has passed its deadline. On any thread; `look` draws the conclusion."""
-        self._overdue[call] = error
+        self.overdue_calls[call] = error
 
     def ended(self, call: Hashable) -> None:
         """One that had is over, well or not. On any thread."""
-        self._overdue.pop(call, None)
+        self.overdue_calls.pop(call, None)
 
     def look(self) -> None:
         """Whether the tier hangs, from here on. By the thread that has the turn: nothing changes under a plan."""
-        if self.is_hanging is bool(self._overdue):
+        if self.is_hanging is bool(self.overdue_calls):
             return
-        errors = list(self._overdue.values())
+        errors = list(self.overdue_calls.values())
         self.is_hanging = bool(errors)
         if self.is_hanging:
             self.overdue_error = errors[0]

@@ -66,35 +66,33 @@ class Copies:
     def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> None:
         """A valid copy appears: residency and the tier's policy learn of it together."""
         record = self.residency.add_copy(block, tier, slot)
-        self.running_blocks.copied(block, tier)
-        if self._is_cached(block, record):
+        if self.running_blocks.has(block):
+            self.running_blocks.copied(block, tier)
+        if record.holders == 1 and block in self.prefixes:  # it is cached
             self._cache(block, record, tier)
         self.policies[tier].inserted(block, record.sequence, record.index)
-        self._note_only_copies()
-
-    def _note_only_copies(self) -> None:
-        self.metrics.only_copy_peak_blocks = max(self.metrics.only_copy_peak_blocks, self.residency.num_only_nvme)
 
     def drop_copy(self, block: BlockId, tier: Tier) -> None:
         """A copy goes, and its slot is free, or once the move that hangs over it has ended."""
-        if self.leave_slot is not None and (leaving := self.residency[block].slot(tier)) is not None:
+        record = self.residency.records[block]
+        if self.leave_slot is not None and (leaving := record.slot(tier)) is not None:
             self.leave_slot(tier, leaving)
-        slot = self._lose_copy(block, tier)
+        slot = self._lose_copy(block, record, tier)
         if tier is NVME:
             self._labelled.discard(block)
             self.unlabelled.pop(block, None)
             self.kept.pop(block, None)
-        if not self.hung.keep(tier, slot):
+        if not self.hung.moves or not self.hung.keep(tier, slot):
             self.pools[tier].give_back(slot)
 
-    def _lose_copy(self, block: BlockId, tier: Tier) -> Slot:
+    def _lose_copy(self, block: BlockId, record: BlockRecord, tier: Tier) -> Slot:
         """All but the slot, which is returned, learn that the copy has gone."""
         slot = self.residency.drop_copy(block, tier)
-        self.running_blocks.dropped(block, tier)
-        if self._is_cached(block, self.residency[block]):
+        if self.running_blocks.has(block):
+            self.running_blocks.dropped(block, tier)
+        if record.holders == 1 and block in self.prefixes:  # it is cached
             self._uncache(block, tier)
         self.policies[tier].removed(block)
-        self._note_only_copies()
         return slot
 
     def hand_over(self, source: BlockId, block: BlockId, sealed: Sealed | None) -> None:
@@ -108,7 +106,7 @@ class Copies:
             self.drop_copy(block, tier)
         if bad is not None and self.forget_slot is not None:
             self.forget_slot(bad)
-        slot = self._lose_copy(source, GPU)  # nothing is streamed from there
+        slot = self._lose_copy(source, self.residency[source], GPU)  # nothing is streamed from there
         self.add_copy(block, GPU, slot)
         self.residency[block].sealed = sealed
         self.unreadable.discard(block)
@@ -139,11 +137,10 @@ class Copies:
 
     def unindex(self, block: BlockId, why: Miss) -> None:
         """Take a block out of the prefix index, if it is in; without another holder it goes."""
-        if block in self.prefixes:
-            record = self.residency[block]
-            if record.holders == 1:  # it is cached
+        if self.prefixes.remove(block, why):
+            record = self.residency.records[block]
+            if record.holders == 1:  # it was cached
                 self._uncache(block, *record.copies)
-            self.prefixes.remove(block, why)
             self.release(block)
 
     def is_labelled(self, block: BlockId) -> bool:
@@ -272,7 +269,7 @@ class Copies:
 
     def release(self, block: BlockId) -> None:
         """One holder fewer. Without holders the block goes, at once or when its move has ended."""
-        record = self.residency[block]
+        record = self.residency.records[block]
         record.holders -= 1
         if record.holders < 0:
             raise IntegrityError(f"block {block} was released too often")
@@ -283,7 +280,7 @@ class Copies:
             self._cache(block, record, *record.copies)
 
     def _forget(self, block: BlockId) -> None:
-        for tier in list(self.residency[block].copies):
+        for tier in self.residency.records[block].copies:
             self.drop_copy(block, tier)
         self.unreadable.discard(block)
         self.pinned.discard(block)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
@@ -16,7 +15,7 @@ from kvtier.metrics import Stall
 from kvtier.placement import Placement
 from kvtier.plan import Plans, StepPlan
 from kvtier.recomputable import Past
-from kvtier.residency import BlockState
+from kvtier.residency import SEALED
 from kvtier.sequences import Sequences
 from kvtier.step import NewColumns, RowStep, Step, StepState, Write
 from kvtier.types import GPU, BlockId, MovePurpose, Slot
@@ -32,12 +31,21 @@ class _Tail(enum.Enum):
     """It is shared or sealed, or a move that hangs reads it, and the row is going to append to it."""
 
 
-@dataclass(slots=True)
+_NONE, _IN_PLACE, _PROMOTE, _COPY = _Tail  # by plain names, as the tiers
+
+
+_Needs = tuple[int, _Tail, int]
+"""A row's new tokens, what its tail needs, and how many slots must be found for it."""
+
+
 class _Reserved:
     """What `begin_step` has taken so far."""
 
-    pinned: list[BlockId] = field(default_factory=list)
-    created: list[BlockId] = field(default_factory=list)
+    __slots__ = ("created", "pinned")
+
+    def __init__(self) -> None:
+        self.pinned: list[BlockId] = []
+        self.created: list[BlockId] = []
 
 
 class TierManager(Sequences):
@@ -95,55 +103,60 @@ class TierManager(Sequences):
             After each of them the batch is as before, and nothing is pinned.
         """
         tables = batch.tables
-        if any(table.sequence not in self.tables for table in tables) or not 0 < len(new) == len(tables):
-            raise IntegrityError(f"a step of {len(new)} rows on a batch of {batch.num_rows}, or of a dropped one")
+        if len(new) != len(tables) or not new:
+            raise IntegrityError(f"a step of {len(new)} rows on a batch of {len(tables)}")
+        for table in tables:
+            if table.sequence not in self.tables:
+                raise IntegrityError(f"a step of {len(new)} rows on a batch of {len(tables)}, a dropped one")
         self.make_last(batch)
         self.poll()
         self.sealer.seal(batch)
         reserved = _Reserved()
-        needs: list[tuple[_Tail, int]] = []
+        needs: list[_Needs] = []
         rows: list[RowStep] = []
         try:
             num_slots = 0
             for table, columns in zip(tables, new, strict=True):
-                needs.append(self._needs(table, columns, reserved))
-                num_slots += needs[-1][1]
+                row_needs = self._needs(table, columns, reserved)
+                needs.append(row_needs)
+                _, _, num_row_slots = row_needs
+                num_slots += num_row_slots
             if num_slots:
                 self._reserve_room(batch, new, needs)
-            for row in zip(tables, new, needs, strict=True):
-                rows.append(self._begin_row(*row, reserved))
+            for table, columns, row_needs in zip(tables, new, needs, strict=True):
+                rows.append(self._begin_row(table, columns, row_needs, reserved))
         except BaseException:  # a Ctrl-C too: no pin and no slot is left
             for block in reserved.pinned:
                 self.placement.residency.unpin(block, GPU)
             self._release(reserved.created)
             raise
-        return Step(batch, batch.length, new[0].num_columns, tuple(rows))
+        return Step(batch, tables[0].length, new[0].num_columns, tuple(rows))
 
-    def _needs(self, table: BlockTable, new: NewColumns, reserved: _Reserved) -> tuple[_Tail, int]:
-        """What the row's tail needs, and how many slots must be found for the row: its new blocks, and a tail that is
-        not in place."""
-        num_tokens, blocks, each = new.num_tokens, table.blocks, self.block_tokens
+    def _needs(self, table: BlockTable, new: NewColumns, reserved: _Reserved) -> _Needs:
+        """Slots must be found for new blocks, and for a tail that is not in place. One that is gets pinned there."""
+        placement, num_tokens, blocks, each = self.placement, new.num_tokens, table.blocks, self.block_tokens
         num_new_blocks = -(-(table.num_tokens + num_tokens) // each) - len(blocks)
         if not table.num_tokens % each:
-            return _Tail.NONE, num_new_blocks
+            return num_tokens, _NONE, num_new_blocks
         tail = blocks[-1]
-        record = self.placement.residency[tail]
+        record = placement.residency.records[tail]
         if record.move is not None:
-            self.placement.settle(tail, Stall.TAIL)
+            placement.settle(tail, Stall.TAIL)
         slot = record.gpu_slot
-        is_held = slot is not None and self.placement.hung.holds(GPU, slot)  # what is being written must not change
-        if num_tokens and (record.holders > 1 or record.state is BlockState.SEALED or is_held):
-            return _Tail.COPY, num_new_blocks + 1
+        # What is being written must not change.
+        is_held = bool(placement.hung.moves) and slot is not None and placement.hung.holds(GPU, slot)
+        if num_tokens and (record.holders > 1 or record.state is SEALED or is_held):
+            return num_tokens, _COPY, num_new_blocks + 1
         if slot is None:
-            return _Tail.PROMOTE, num_new_blocks + 1
+            return num_tokens, _PROMOTE, num_new_blocks + 1
         self._pin(tail, reserved)
-        return _Tail.IN_PLACE, num_new_blocks
+        return num_tokens, _IN_PLACE, num_new_blocks
 
-    def _reserve_room(self, batch: Batch, new: Sequence[NewColumns], needs: Sequence[tuple[_Tail, int]]) -> None:
-        tails, wanted = [tail for tail, _ in needs], sum(num_slots for _, num_slots in needs)
-        in_all, ceiling = wanted + tails.count(_Tail.IN_PLACE), self.placement.pools[GPU].ceiling
+    def _reserve_room(self, batch: Batch, new: Sequence[NewColumns], needs: Sequence[_Needs]) -> None:
+        tails, wanted = [tail for _, tail, _ in needs], sum(num_slots for _, _, num_slots in needs)
+        in_all, ceiling = wanted + tails.count(_IN_PLACE), self.placement.pools[GPU].ceiling
         if in_all > ceiling:
-            num_tails = len(tails) - tails.count(_Tail.NONE)
+            num_tails = len(tails) - tails.count(_NONE)
             raise CapacityError(
                 f"{new[0].num_columns} new tokens in {batch.num_rows} rows need {in_all} gpu slots (tails {num_tails}, "
                 f"new blocks {in_all - num_tails}), the gpu tier has {ceiling}: raise tiers.gpu.budget, lower "
@@ -151,35 +164,36 @@ class TierManager(Sequences):
             )
         self.placement.make_room(GPU, wanted)
 
-    def _begin_row(self, table: BlockTable, new: NewColumns, needs: tuple[_Tail, int], reserved: _Reserved) -> RowStep:
-        residency, (tail_needs, num_new), blocks = self.placement.residency, needs, table.blocks
+    def _begin_row(self, table: BlockTable, new: NewColumns, needs: _Needs, reserved: _Reserved) -> RowStep:
+        num_tokens, tail_needs, num_new = needs
+        records, blocks, committed = self.placement.residency.records, table.blocks, table.num_tokens
         pinned: list[BlockId] = []
         slots: list[Slot] = []
         tail_slot, tail_copy = None, None
-        if tail_needs is not _Tail.NONE:
+        if tail_needs is not _NONE:
             tail = blocks[-1]
-            if tail_needs is not _Tail.IN_PLACE:
+            if tail_needs is not _IN_PLACE:
                 tail_copy = self._bring_tail(table, tail, tail_needs, reserved)
                 num_new -= 1
             pinned.append(tail if tail_copy is None else tail_copy)
-            tail_slot = residency[pinned[0]].gpu_slot
+            tail_slot = records[pinned[0]].gpu_slot
             if tail_slot is None:
                 raise IntegrityError(f"block {tail} was brought to the gpu tier, and is not there")
             slots.append(tail_slot)
         if num_new:
-            before = residency[blocks[-1]].gpu_slot if blocks and not slots else tail_slot
+            before = records[blocks[-1]].gpu_slot if blocks and not slots else tail_slot
             for number in range(num_new):
                 before = self._take(before, num_new - number)
                 slots.append(before)
                 pinned.append(self._create(table, len(blocks) + number, before, reserved))
-        writes = self._writes(slots, table.tail_tokens, new.num_tokens)
-        return RowStep(table, new, table.num_tokens, writes, tuple(pinned), tail_slot, tail_copy)
+        writes = self._writes(slots, committed % self.block_tokens, num_tokens)
+        return RowStep(table, new, num_tokens, committed, writes, tuple(pinned), tail_slot, tail_copy)
 
     def _bring_tail(self, table: BlockTable, tail: BlockId, needs: _Tail, reserved: _Reserved) -> BlockId | None:
         """The tail comes to the gpu tier, or a copy of it, which is returned."""
         placement = self.placement
         placement.settle(tail, Stall.TAIL)  # it may itself have been demoted to make this room
-        if needs is _Tail.COPY:
+        if needs is _COPY:
             slot = self._take()
             placement.copy_now(tail, MovePurpose.COPY_TAIL, slot)
             return self._create(table, len(table.blocks) - 1, slot, reserved)
@@ -210,6 +224,8 @@ class TierManager(Sequences):
         return block
 
     def _writes(self, slots: Sequence[Slot], start: int, num_new: int) -> tuple[Write, ...]:
+        if num_new and len(slots) == 1:
+            return (Write(slots[0], start, 0, num_new),)
         writes: list[Write] = []
         offset = 0
         for slot in slots:
@@ -234,24 +250,26 @@ class TierManager(Sequences):
     def commit_step(self, step: Step) -> None:
         """Make the step's columns part of the batch. Lower copies of tails that grew are stale from here on and go."""
         metrics = self.placement.metrics
+        unpin = self.placement.residency.unpin
         for row in step.rows:
-            self._unpin(row)
-            metrics.tokens += self._commit_row(row)
+            for block in row.pinned:
+                unpin(block, GPU)
+            self._commit_row(row)
+            metrics.tokens += row.num_tokens
         self.placement.reads.note(step.batch)
         step.state = StepState.COMMITTED
         metrics.steps += 1
 
-    def _commit_row(self, row: RowStep) -> int:
-        """How many tokens it got."""
-        table, new, placement = row.table, row.new, self.placement
-        num_tokens, new_blocks = new.num_tokens, row.new_blocks
+    def _commit_row(self, row: RowStep) -> None:
+        table, new, num_tokens, placement = row.table, row.new, row.num_tokens, self.placement
+        new_blocks = row.new_blocks
         if row.tail_copy is not None:
             old = table.replace_tail(row.tail_copy)
             placement.running_blocks.gained(table.sequence, (row.tail_copy,))
             self._let_go(table, (old,))
         elif row.tail_slot is not None and num_tokens:
             tail = row.pinned[0]
-            record = placement.residency[tail]
+            record = placement.residency.records[tail]
             record.generation += 1
             if record.is_clean(GPU):
                 for tier in [tier for tier in record.copies if tier is not GPU]:
@@ -260,21 +278,17 @@ class TierManager(Sequences):
         table.append(num_tokens, new.token_ids, new_blocks, positions=new.positions, padding=padding, made=new.made)
         if new_blocks:
             placement.running_blocks.gained(table.sequence, new_blocks)
-        return num_tokens
 
     def abort_step(self, step: Step) -> None:
         """Forget the step: its slots are free, the batch is as before."""
         if step.state is not StepState.OPEN:
             return
         for row in step.rows:
-            self._unpin(row)
+            for block in row.pinned:
+                self.placement.residency.unpin(block, GPU)
             self._release(row.new_blocks if row.tail_copy is None else row.pinned)
         step.state = StepState.ABORTED
         self.placement.metrics.steps_aborted += 1
-
-    def _unpin(self, row: RowStep) -> None:
-        for block in row.pinned:
-            self.placement.residency.unpin(block, GPU)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 

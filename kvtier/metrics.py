@@ -81,8 +81,6 @@ class Metrics:
     """Seconds that were waited for transfers."""
     decode: StepTimes = field(default_factory=StepTimes)
     prefill: StepTimes = field(default_factory=StepTimes)
-    only_copy_peak_blocks: int = 0
-    """The most blocks whose only copy was on the nvme tier."""
     nvme_sole_reads: int = 0
     """Slices and blocks read from the nvme tier that lay nowhere else."""
 

@@ -13,9 +13,13 @@ from kvtier.errors import BlockLostError, IntegrityError, TransferTimeoutError
 from kvtier.labels import Labels
 from kvtier.metrics import Metrics, SequenceMetrics, Stall
 from kvtier.origin import Sealed
+from kvtier.residency import BlockRecord
 from kvtier.slots import SlotPool
 from kvtier.tier_use import TierUse
 from kvtier.types import (
+    COPY_TAIL,
+    DEMOTE,
+    DONE,
     GPU,
     NVME,
     BlockId,
@@ -88,27 +92,27 @@ class Mover(TierUse):
 
         `as_`: what a tail is labelled with, as it is now.
         """
-        record = self.residency[block]
+        record = self.residency.records[block]
         if record.move is not None:
             raise IntegrityError(f"block {block} is moving already")
-        sealed = record.sealed if as_ is None else as_
-        # What only has to leave is not worth waiting for a hash of the model: it may be labelled where it lies.
-        waits = purpose is not MovePurpose.DEMOTE or self.label_slot is None
-        label = self.label_of(sealed, waits=waits) if dest is NVME else None
-        source_slot = record.slot(source)
+        source_slot, label = record.slot(source), None
         if source_slot is None:
             raise IntegrityError(f"block {block} has no copy on {source.label} to be moved")
+        if dest is NVME:
+            # What only has to leave is not worth waiting for a hash of the model: it may be labelled where it lies.
+            waits = purpose is not DEMOTE or self.label_slot is None
+            label = self.label_of(record.sealed if as_ is None else as_, waits=waits)
         move_id = self.num_started
         move = Move(move_id, block, purpose, source, source_slot, dest, dest_slot, label)
+        if (source is NVME or dest is NVME) and not any(map(_is_of_nvme, self.moves.values())):
+            self._nvme_ended_s = self._clock()
         self.num_started += 1
         record.move = move
         self.moves[move_id] = move
-        if purpose is MovePurpose.DEMOTE:
+        if purpose is DEMOTE:
             self._leaving[source] += 1
         if source < dest:
             self.breakers[dest].started(move_id)
-        if _is_of_nvme(move) and not any(_is_of_nvme(each) for each in self.moves.values() if each is not move):
-            self._nvme_ended_s = self._clock()
         if dest is NVME:
             self.writes.begin()
         self.engine.start([move])
@@ -134,7 +138,8 @@ class Mover(TierUse):
         for result in self.engine.finished():
             self._commit(result)
         for breaker in self.breakers.values():
-            breaker.look()
+            if breaker.overdue_calls or breaker.is_hanging:
+                breaker.look()
         if self.moves and (not self.is_readable(NVME) or self._clock() - self._nvme_ended_s >= self.io_timeout_s):
             self._pass_deadline()
 
@@ -192,7 +197,7 @@ class Mover(TierUse):
         """The block is no longer part of the move, which hangs."""
         record = self.residency[move.block]
         record.move = None
-        if move.purpose is MovePurpose.DEMOTE:
+        if move.purpose is DEMOTE:
             self._leaving[move.source] -= 1
         if move.source < move.dest:
             self.breakers[move.dest].undecided(move.move_id)
@@ -203,9 +208,11 @@ class Mover(TierUse):
     def _end_hung(self, result: MoveResult) -> None:
         """A move that hung is over. Its slots are free, but for a source that its block still has."""
         move = result.move
+        if move.move_id not in self.hung.moves:
+            raise IntegrityError(f"a result arrived for move {move.move_id}, which is not in flight")
         if move.dest is NVME:
             self.writes.end()
-        if result.status is MoveStatus.DONE:
+        if result.status is DONE:
             self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
         elif move.source < move.dest:
             self._note_failure(result)
@@ -219,59 +226,61 @@ class Mover(TierUse):
         self.breakers[NVME].ended(move.move_id)
 
     def _commit(self, result: MoveResult) -> None:
-        move_id = result.move.move_id
-        if move_id in self.hung.moves:
-            self._end_hung(result)
-            return
+        move_id, is_done = result.move.move_id, result.status is DONE
         move = self.moves.pop(move_id, None)
         if move is None:
-            raise IntegrityError(f"a result arrived for move {move_id}, which is not in flight")
-        source, dest = move.source, move.dest
+            self._end_hung(result)
+            return
+        block, purpose, source, dest = move.block, move.purpose, move.source, move.dest
         if move_id in self._outcomes:
             self._outcomes[move_id] = result.status
-        if dest is NVME:
-            self.writes.end()
-        record = self.residency[move.block]
+        record = self.residency.records[block]
         record.move = None
-        if _is_of_nvme(move):
-            self._nvme_ended_s = self._clock()
-        if move.purpose is MovePurpose.DEMOTE:
+        is_demotion = purpose is DEMOTE
+        if is_demotion:
             self._leaving[source] -= 1
-        if result.status is MoveStatus.DONE:
+        if source is NVME or dest is NVME:
+            self._note_of_nvme(move, record, is_done)
+        if is_done:
             self.metrics.bytes_moved[(source, dest)] += self.block_bytes
             if source < dest:
                 self.breakers[dest].succeeded()
-            if dest in self.regrowth:
-                self.regrowth[dest].written(move.dest_slot)
-            if dest is NVME:
-                self.bare.pop(move.dest_slot, None)
-                if move.label is None and record.sealed is not None:
-                    self.bare[move.dest_slot] = record.sealed.label
-            if source is NVME:
-                self.metrics.nvme_sole_reads += record.fastest is NVME
-                if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves
-                    self.sequence_metrics[record.sequence].nvme_read_bytes += self.block_bytes
         elif result.status is not MoveStatus.WITHDRAWN:
             self._note_failure(result)
         elif source < dest:
             self.breakers[dest].undecided(move_id)
-        abandoned = move_id in self._abandoned
-        self._abandoned.discard(move_id)
-        if record.holders == 0:  # released while it moved
+        if not is_done or record.holders == 0 or move_id in self._abandoned:  # nobody wants what came of it
+            self._abandoned.discard(move_id)
             self._put_back(result)
-            self._forget(move.block)
-            return
-        if result.status is not MoveStatus.DONE or abandoned:
-            self._put_back(result)
-        elif move.purpose is not MovePurpose.COPY_TAIL:
-            self.add_copy(move.block, dest, move.dest_slot)
-            self.unreadable.discard(move.block)  # it could be read after all
+            if record.holders == 0:  # released while it moved
+                self._forget(block)
+        elif purpose is not COPY_TAIL:
+            self.add_copy(block, dest, move.dest_slot)
+            self.unreadable.discard(block)  # it could be read after all
             if move.label is not None:
-                self.note_labelled(move.block)
+                self.note_labelled(block)
             elif dest is NVME and self.label_slot is not None:
-                self.note_unlabelled(move.block)
-            if move.purpose is MovePurpose.DEMOTE and not record.pins[source]:
-                self.drop_copy(move.block, source)
+                self.note_unlabelled(block)
+            if is_demotion and not record.pins[source]:
+                self.drop_copy(block, source)
+
+    def _note_of_nvme(self, move: Move, record: BlockRecord, is_done: bool) -> None:
+        """A move from or to the nvme tier has ended; its block's copies are as they were."""
+        self._nvme_ended_s = self._clock()
+        if move.dest is NVME:
+            self.writes.end()
+        if not is_done:
+            return
+        if move.dest is NVME:
+            if NVME in self.regrowth:
+                self.regrowth[NVME].written(move.dest_slot)
+            self.bare.pop(move.dest_slot, None)
+            if move.label is None and record.sealed is not None:
+                self.bare[move.dest_slot] = record.sealed.label
+        else:
+            self.metrics.nvme_sole_reads += record.fastest is NVME
+            if record.sequence in self.sequence_metrics:  # not when it was dropped and its block lives on, or moves
+                self.sequence_metrics[record.sequence].nvme_read_bytes += self.block_bytes
 
     def copy_now(self, block: BlockId, purpose: MovePurpose, dest_slot: Slot) -> None:
         """Copy `block` from its fastest tier into a taken gpu slot and wait. PROMOTE adds the copy, COPY_TAIL not.
@@ -293,14 +302,14 @@ class Mover(TierUse):
             while move.move_id in self.moves:
                 self.wait(Stall.TAIL)
         except BaseException:  # a Ctrl-C too: the slot must have an owner
-            if purpose is MovePurpose.COPY_TAIL and move.move_id in self.moves:
+            if purpose is COPY_TAIL and move.move_id in self.moves:
                 self._abandoned.add(move.move_id)
-            elif purpose is MovePurpose.COPY_TAIL and self._outcomes[move.move_id] is MoveStatus.DONE:
+            elif purpose is COPY_TAIL and self._outcomes[move.move_id] is DONE:
                 self.pools[GPU].give_back(dest_slot)  # interrupted just behind the commit: nobody will own it
             raise
         finally:
             outcome = self._outcomes.pop(move.move_id)
-        if outcome is not MoveStatus.DONE:
+        if outcome is not DONE:
             raise BlockLostError(f"block {block} cannot be read from {source.label}: {self._last_error}", (block,))
 
     def check_integrity(self) -> None:

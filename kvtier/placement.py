@@ -16,7 +16,7 @@ from kvtier.metrics import Metrics, Stall
 from kvtier.prefix import Miss
 from kvtier.size import size_and_bytes
 from kvtier.slots import SlotPool
-from kvtier.types import NVME, BlockId, Engine, EvictionPolicy, MovePurpose, Slot, Tier
+from kvtier.types import DEMOTE, NVME, BlockId, Engine, EvictionPolicy, Slot, Tier
 from kvtier.victims import Victims
 from kvtier.wear import WriteMeter
 
@@ -271,9 +271,10 @@ class Placement(Victims):
         Copies that a faster tier has too go first, then blocks of idle sequences, then those of running ones.
         """
         done = 0
-        for block in self._redundant(tier, num_slots):
-            self.drop_copy(block, tier)
-            done += 1
+        if self.residency.redundant[tier]:
+            for block in self._redundant(tier, num_slots):
+                self.drop_copy(block, tier)
+                done += 1
         for running in (False,) if idle_only else (False, True):
             if done >= num_slots:
                 break
@@ -281,7 +282,7 @@ class Placement(Victims):
                 if self._is_clean(block, tier):
                     self.drop_copy(block, tier)
                 elif (place := self._take_below(tier, num_slots - done, idle_only, early)) is not None:
-                    self.start(block, MovePurpose.DEMOTE, tier, *place)
+                    self.start(block, DEMOTE, tier, *place)
                 else:
                     return done
                 done += 1
@@ -289,7 +290,7 @@ class Placement(Victims):
 
     def _take_below(self, tier: Tier, num_wanted: int, idle_only: bool, early: bool) -> tuple[Tier, Slot] | None:
         """A slot on the next slower tier that has one, or None; then something below was started or all is full."""
-        below = self.lower(tier)
+        below = self._lower.get(tier)
         while below is not None:
             pool, slot = self.pools[below], None
             if self.takes(below, early=early):
@@ -301,5 +302,5 @@ class Placement(Victims):
                 return below, slot
             if self._leaving[below]:
                 return None  # one will be free soon
-            below = self.lower(below)
+            below = self._lower.get(below)
         return None

@@ -161,7 +161,10 @@ class GuardedPolicy(EvictionPolicy):
 
     def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
         try:
-            return list(dict.fromkeys(self._policy.victims(num_blocks, evictable)))[:num_blocks]
+            names = list(self._policy.victims(num_blocks, evictable))
+            if len(names) > num_blocks or len(set(names)) < len(names):
+                names = list(dict.fromkeys(names))[:num_blocks]
+            return names
         except Exception:  # a user's own code
             self._log("victims")
             return []

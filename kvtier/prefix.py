@@ -91,11 +91,11 @@ class PrefixIndex:
             self._others[parent] = self._others.get(parent, 0) + 1
         return True
 
-    def remove(self, block: BlockId, why: Miss) -> None:
-        """Take a block out, if it is in; `why` is what a later look-up is told."""
+    def remove(self, block: BlockId, why: Miss) -> bool:
+        """Take a block out; whether it was in. `why` is what a later look-up is told."""
         sealed = self._sealed.pop(block, None)
         if sealed is None:
-            return
+            return False
         identity, origin = sealed.label.identity, sealed.origin
         del self._blocks[identity]
         _decrease(self._in_namespace, sealed.label.namespace)
@@ -115,6 +115,7 @@ class PrefixIndex:
         elif parent is not None:
             self._leaves.add(parent)
         self.note_gone(identity, why)
+        return True
 
     def note_gone(self, identity: bytes, why: Miss) -> None:
         """Remember why the block of that identity is not to be had."""

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import cast
+from typing import Final, cast
 
 from kvtier.errors import IntegrityError
 from kvtier.origin import Sealed
@@ -23,6 +23,11 @@ class BlockState(enum.Enum):
     """A tail, or full but not sealed: its sequence may still append to it or crop it."""
     SEALED = "sealed"
     """Full and final. Never reopened: appending after a crop into it copies it first."""
+
+
+OPEN: Final = BlockState.OPEN
+SEALED: Final = BlockState.SEALED
+"""By plain names, as the tiers."""
 
 
 _ZERO_PINS = dict.fromkeys(Tier, 0)
@@ -103,95 +108,106 @@ class ResidencyTable:
     """Every live block's record. O(1) for each operation."""
 
     def __init__(self) -> None:
-        self._records: dict[BlockId, BlockRecord] = {}
-        self.get: Callable[[BlockId], BlockRecord | None] = self._records.get
+        self.records: dict[BlockId, BlockRecord] = {}
+        """By block, to be read: `[]` for what a step does many times."""
+        self.get: Callable[[BlockId], BlockRecord | None] = self.records.get
         """The record, or None when the block is no more. It is asked for every block that a policy looks at."""
         self._next_block = 0
         self.redundant: dict[Tier, dict[BlockId, None]] = {tier: {} for tier in Tier}
         """Blocks of each tier that a faster tier holds too, oldest first."""
         self.num_only_nvme = 0
         """Blocks whose only valid copy is on the nvme tier."""
+        self.peak_only_nvme = 0
+        """The most there were."""
         self.version = 0
         """Rises with every copy that comes or goes."""
         self.num_copies: dict[Tier, int] = dict.fromkeys(Tier, 0)
         """Valid copies on each tier."""
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
     def __getitem__(self, block: BlockId) -> BlockRecord:
-        return self._records[block]
+        return self.records[block]
 
     def blocks(self) -> list[BlockId]:
         """Every live block, oldest first. O(blocks)."""
-        return list(self._records)
+        return list(self.records)
 
     def create(self, sequence: SequenceId, index: int) -> BlockId:
         """A new block without copies, held once. Ids are never used again."""
         block = BlockId(self._next_block)
         self._next_block += 1
-        self._records[block] = BlockRecord(sequence, index)
+        self.records[block] = BlockRecord(sequence, index)
         return block
 
     def delete(self, block: BlockId) -> None:
         """Forget a block that has no holder, copy, pin or move left."""
-        record = self._records[block]
-        if record.holders or record.fastest is not None or record.move or record.is_pinned:
+        record = self.records[block]
+        if record.holders or record.fastest is not None or record.move or record.pins is not NO_PINS:
             raise IntegrityError(f"block {block} was deleted while in use: {record}")
-        del self._records[block]
+        del self.records[block]
 
     def add_copy(self, block: BlockId, tier: Tier, slot: Slot) -> BlockRecord:
         """`slot` of `tier` now holds the block's bytes. Its record."""
-        record = self._records[block]
+        record = self.records[block]
         if record.slot(tier) is not None:
             raise IntegrityError(f"block {block} has a copy on {tier.label} already")
         before = record.fastest
         self.version += 1
         setattr(record, _SLOT_ON[tier], slot)
         self.num_copies[tier] += 1
-        self._note(block, record, before)
+        if before is None:
+            if tier is NVME:
+                self._count_only_nvme(1)
+        elif tier < before:
+            self.redundant[before][block] = None
+            if before is NVME:
+                self._count_only_nvme(-1)
+        else:
+            self.redundant[tier][block] = None
         return record
 
     def drop_copy(self, block: BlockId, tier: Tier) -> Slot:
         """The copy in `tier` is no more; returns its slot, which the caller gives back."""
-        record = self._records[block]
+        record = self.records[block]
         if record.pins[tier]:
             raise IntegrityError(f"block {block} is pinned to {tier.label}")
-        before, slot = record.fastest, record.slot(tier)
+        slot = record.slot(tier)
         if slot is None:
             raise IntegrityError(f"block {block} has no copy on {tier.label}")
         self.version += 1
         setattr(record, _SLOT_ON[tier], None)
-        self.redundant[tier].pop(block, None)
         self.num_copies[tier] -= 1
-        self._note(block, record, before)
+        fastest = record.fastest
+        if fastest is None:
+            if tier is NVME:
+                self._count_only_nvme(-1)
+        elif tier < fastest:
+            del self.redundant[fastest][block]
+            if fastest is NVME:
+                self._count_only_nvme(1)
+        else:
+            del self.redundant[tier][block]
         return slot
 
-    def _note(self, block: BlockId, record: BlockRecord, fastest_before: Tier | None) -> None:
-        # Kept by difference, so that neither set is ever searched for.
-        fastest = record.fastest
-        if fastest is not fastest_before:
-            self.num_only_nvme += (fastest is NVME) - (fastest_before is NVME)
-        if fastest is None or fastest_before is None:  # it has one copy, or none
-            return
-        self.redundant[fastest].pop(block, None)
-        if record.cpu_slot is not None and fastest is GPU:
-            self.redundant[CPU][block] = None
-        if record.nvme_slot is not None and fastest is not NVME:
-            self.redundant[NVME][block] = None
+    def _count_only_nvme(self, change: int) -> None:
+        self.num_only_nvme += change
+        self.peak_only_nvme = max(self.peak_only_nvme, self.num_only_nvme)
 
     def pin(self, block: BlockId, tier: Tier) -> None:
         """The block may not leave `tier` until unpinned as often."""
-        record = self._records[block]
+        record = self.records[block]
         if record.slot(tier) is None:
             raise IntegrityError(f"block {block} cannot be pinned to {tier.label}: it is not there")
-        if record.pins is NO_PINS:
-            record.pins = _ZERO_PINS.copy()
-        record.pins[tier] += 1
+        pins = record.pins
+        if pins is NO_PINS:
+            pins = record.pins = _ZERO_PINS.copy()
+        pins[tier] += 1
 
     def unpin(self, block: BlockId, tier: Tier) -> None:
         """Take back one pin."""
-        record = self._records[block]
+        record = self.records[block]
         pins = record.pins
         if pins[tier] < 1:
             raise IntegrityError(f"block {block} is not pinned to {tier.label}")
@@ -203,7 +219,7 @@ class ResidencyTable:
         """Raise IntegrityError if two blocks share a slot, a block is neither held nor leaving, or a counter is off."""
         owners: dict[tuple[Tier, Slot], BlockId] = {}
         only_nvme = 0
-        for block, record in self._records.items():
+        for block, record in self.records.items():
             if record.holders < 0 or (record.holders == 0 and record.move is None):
                 raise IntegrityError(f"block {block} is held by no one and not leaving")
             for tier, slot in record.copies.items():
@@ -221,5 +237,5 @@ class ResidencyTable:
             raise IntegrityError(f"{num_copies} copies, {self.num_copies} were counted")
         if only_nvme != self.num_only_nvme:
             raise IntegrityError(f"{only_nvme} blocks are only on nvme, the counter says {self.num_only_nvme}")
-        if any(block not in self._records for listed in self.redundant.values() for block in listed):
+        if any(block not in self.records for listed in self.redundant.values() for block in listed):
             raise IntegrityError("a dead block is listed as redundant")

@@ -20,7 +20,10 @@ class RunningBlocks(Set[BlockId]):
         self._residency = residency
         self._rows: set[SequenceId] = set()
         self._num_rows: dict[BlockId, int] = {}
-        self._num_copies: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self.has: Callable[[object], bool] = self._num_rows.__contains__
+        """As `in`. It is asked for every copy that comes or goes, and for every block that a policy looks at."""
+        self.num_copies: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        """Copies of them on each tier."""
         self._below_gpu: dict[Tier, dict[BlockId, None]] = {tier: {} for tier in Tier if tier is not GPU}
         """By the fastest tier that has them, where that is not the gpu tier; in the order of their turns to come up."""
 
@@ -61,7 +64,7 @@ class RunningBlocks(Set[BlockId]):
             if not count:
                 record = self._residency[block]
                 for tier in record.copies:
-                    self._num_copies[tier] += 1
+                    self.num_copies[tier] += 1
                 self._list(block, record.fastest)
 
     def lost(self, row: SequenceId, blocks: Iterable[BlockId]) -> None:
@@ -75,23 +78,21 @@ class RunningBlocks(Set[BlockId]):
                 continue
             del self._num_rows[block]
             for tier in self._residency[block].copies:
-                self._num_copies[tier] -= 1
+                self.num_copies[tier] -= 1
             self._unlist(block)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def copied(self, block: BlockId, tier: Tier) -> None:
-        """A copy of the block, whether or not it runs, has appeared on `tier`."""
-        if block in self._num_rows:
-            self._note(block, tier, 1)
+        """A copy of the block, which runs, has appeared on `tier`."""
+        self._note(block, tier, 1)
 
     def dropped(self, block: BlockId, tier: Tier) -> None:
-        """The copy on `tier` has gone."""
-        if block in self._num_rows:
-            self._note(block, tier, -1)
+        """Its copy on `tier` has gone."""
+        self._note(block, tier, -1)
 
     def _note(self, block: BlockId, tier: Tier, change: int) -> None:
-        self._num_copies[tier] += change
+        self.num_copies[tier] += change
         fastest = self._residency[block].fastest
         if fastest is None or fastest is GPU or block not in self._below_gpu[fastest]:
             self._unlist(block)
@@ -107,10 +108,10 @@ class RunningBlocks(Set[BlockId]):
 
     # -- what is asked ------------------------------------------------------------------------------------------------
 
-    def num_copies(self, tier: Tier, *, running: bool) -> int:
-        """Copies on `tier` of blocks that run, or of those that do not."""
-        count = self._num_copies[tier]
-        return count if running else self._residency.num_copies[tier] - count
+    @property
+    def are_all_on_gpu(self) -> bool:
+        """Whether none of their fastest copies lies below the gpu tier."""
+        return not any(self._below_gpu.values())
 
     def num_below(self, tier: Tier) -> int:
         """Blocks whose fastest copy lies below `tier`."""
@@ -144,5 +145,5 @@ class RunningBlocks(Set[BlockId]):
             for tier, listed in self._below_gpu.items():
                 if (block in listed) is not (record.fastest is tier):
                     raise IntegrityError(f"block {block} runs, and is wrongly listed on {tier.label}")
-        if num_copies != self._num_copies or any(each.keys() - counted.keys() for each in self._below_gpu.values()):
+        if num_copies != self.num_copies or any(each.keys() - counted.keys() for each in self._below_gpu.values()):
             raise IntegrityError("the copies of running blocks were miscounted")

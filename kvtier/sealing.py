@@ -12,7 +12,7 @@ from kvtier.block_table import BlockTable
 from kvtier.origin import Origin
 from kvtier.placement import Placement
 from kvtier.recomputable import Past
-from kvtier.residency import BlockState
+from kvtier.residency import OPEN, SEALED
 from kvtier.types import BlockId, Slot
 from kvtier.upkeep import Upkeep
 
@@ -36,9 +36,9 @@ class Sealer:
             blocks = table.blocks
             # From the end: all blocks before a sealed one are sealed.
             first = num_full = table.num_tokens // table.block_tokens
-            while first and (record := residency[blocks[first - 1]]).state is BlockState.OPEN:
+            while first and (record := residency.records[blocks[first - 1]]).state is OPEN:
                 first -= 1
-                record.state = BlockState.SEALED
+                record.state = SEALED
                 self.upkeep.sealed(blocks[first])
             if first < num_full:
                 first_new = first if first_new is None else min(first_new, first)

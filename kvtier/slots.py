@@ -2,52 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, MutableSet, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, count, groupby
+from operator import sub
 
 from kvtier.errors import IntegrityError
 from kvtier.types import Slot
-
-
-class SlotSet(MutableSet[int]):
-    """A set of slots of one tier that takes a byte for each slot up to the highest: a tenth of a set's."""
-
-    def __init__(self, slots: Iterable[int] = ()) -> None:
-        self._is_in = bytearray()
-        self._count = 0
-        for slot in slots:
-            self.add(slot)
-
-    def __contains__(self, slot: object) -> bool:
-        try:
-            # Container promises only `object`
-            return self._is_in[slot] == 1 and slot >= 0  # type: ignore[call-overload, operator]
-        except IndexError:
-            return False
-
-    def __iter__(self) -> Iterator[int]:
-        return (slot for slot, is_in in enumerate(self._is_in) if is_in)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, slot: int) -> None:
-        if slot >= len(self._is_in):
-            self._is_in.extend(bytes(slot + 1 - len(self._is_in)))
-        if not self._is_in[slot]:
-            self._is_in[slot] = 1
-            self._count += 1
-
-    def discard(self, slot: int) -> None:
-        if slot in self:
-            self.remove(slot)
-
-    def remove(self, slot: int) -> None:
-        if not 0 <= slot < len(self._is_in) or not self._is_in[slot]:
-            raise KeyError(slot)
-        self._is_in[slot] = 0
-        self._count -= 1
 
 
 class SlotPool:
@@ -65,18 +26,24 @@ class SlotPool:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._ceiling = num_slots
-        self._fresh = 0
-        """From here on slots were never handed out, and take no memory here. Those before it that are held back
-        were not either."""
-        self._free: set[int] = set()  # given back, all below _fresh
-        self._heap: list[int] = []  # of those, and of some that have been claimed since
-        self._taken = SlotSet()
-        self._held: dict[int, None] = {}  # in the order to hand out
+        self._is_taken = bytearray()
+        """Of each slot before `_fresh`: a tenth of what a set of those in use would take."""
+        self._free: set[Slot] = set()  # given back, all below _fresh
+        self._heap: list[Slot] = []  # of those, and of some that have been claimed since
+        self._held: dict[Slot, None] = {}  # in the order to hand out
         self._num_passed = 0  # held slots below _fresh
-        self._retired: set[int] = set()  # below _ceiling, and not handed out until there is room
+        self._retired: set[Slot] = set()  # below _ceiling, and not handed out until there is room
         self._last_near = 0
         """What `take_near` handed out last."""
+        self.num_used = 0
+        """Slots handed out and not given back."""
         self.peak_used = 0
+
+    @property
+    def _fresh(self) -> int:
+        """From here on slots were never handed out, and take no memory here. Those before it that are held back
+        were not either."""
+        return len(self._is_taken)
 
     @property
     def ceiling(self) -> int:
@@ -86,39 +53,42 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         """Slots that `take` can still hand out."""
-        return len(self._free) + max(0, self._ceiling - self._fresh) + self._num_passed
-
-    @property
-    def num_used(self) -> int:
-        """Slots handed out and not given back."""
-        return len(self._taken)
+        return len(self._free) + max(0, self._ceiling - len(self._is_taken)) + self._num_passed
 
     @property
     def used_frac(self) -> float:
         """Used share of the ceiling; 1.0 for a tier without slots."""
-        return len(self._taken) / self.ceiling if self.ceiling else 1.0
+        return self.num_used / self.ceiling if self.ceiling else 1.0
 
     def take(self) -> Slot | None:
         """Hand out the lowest free slot that is not held back, then the first that is, or None when there is none."""
-        while self._fresh < self._ceiling and self._fresh in self._held:
-            self._fresh += 1
-            self._num_passed += 1
-        if self._free:
-            slot = heapq.heappop(self._heap)
-            while slot not in self._free:
-                slot = heapq.heappop(self._heap)
-            self._free.discard(slot)
-        elif self._fresh < self._ceiling:
-            slot, self._fresh = self._fresh, self._fresh + 1
+        free, is_taken = self._free, self._is_taken
+        if self._held:
+            while self._fresh < self._ceiling and self._fresh in self._held:
+                is_taken.append(0)
+                self._num_passed += 1
+        if free:
+            slot = heappop(self._heap)
+            while slot not in free:
+                slot = heappop(self._heap)
+            free.discard(slot)
+        elif len(is_taken) < self._ceiling:
+            slot = Slot(len(is_taken))
+            is_taken.append(0)
         elif self._held:
             slot = next(iter(self._held))
             del self._held[slot]
             self._num_passed -= 1
         else:
             return None
-        self._taken.add(slot)
-        self.peak_used = max(self.peak_used, len(self._taken))
-        return Slot(slot)
+        self._hand_out(slot)
+        return slot
+
+    def _hand_out(self, slot: Slot) -> None:
+        self._is_taken[slot] = 1
+        self.num_used += 1
+        if self.num_used > self.peak_used:
+            self.peak_used += 1
 
     def take_near(self, before: Slot | None, num_slots: int) -> Slot | None:
         """Hand out the slot behind `before`, or where that is not to be had, one from which on `num_slots` are free.
@@ -141,15 +111,17 @@ class SlotPool:
     def _start_of_run(self, num_slots: int) -> Slot | None:
         """Among slots that were given back, and those that never were handed out, which are one run, the last."""
         runs: list[tuple[int, int]] = []  # length, first slot
-        for slot in sorted(self._free.intersection(self._heap[: self.MAX_LOOKED_AT])):
-            if runs and slot == sum(runs[-1]):
-                runs[-1] = runs[-1][0] + 1, runs[-1][1]
-            else:
-                runs.append((1, slot))
+        free, num_seen = sorted(self._free.intersection(self._heap[: self.MAX_LOOKED_AT])), 0
+        for _, run in groupby(map(sub, free, count())):  # neighbours are as far from their number in the list
+            length, first = len(list(run)), free[num_seen]
+            if length == num_slots and first + length != self._fresh:
+                return first  # none that is long enough is shorter, and it is the first of these
+            runs.append((length, first))
+            num_seen += length
         if self._fresh < self._ceiling:
             joins = bool(runs) and sum(runs[-1]) == self._fresh
-            length, first = runs.pop() if joins else (0, self._fresh)
-            runs.append((length + self._ceiling - self._fresh, first))
+            length, start = runs.pop() if joins else (0, self._fresh)
+            runs.append((length + self._ceiling - self._fresh, start))
         fitting = [run for run in runs if run[0] >= num_slots]
         if fitting:
             return Slot(min(fitting)[1])
@@ -165,25 +137,27 @@ class SlotPool:
 
         O(1), and once O(slots before it that were never handed out).
         """
-        number = int(slot)
-        if not 0 <= number < self._ceiling or number in self._taken or number in self._retired:
+        if not 0 <= slot < self._ceiling or self._is_in_use(slot) or slot in self._retired:
             return False
-        if number in self._held:
-            del self._held[number]
-            self._num_passed -= number < self._fresh
-        elif number < self._fresh:
-            self._free.discard(number)
-        if number >= self._fresh:
+        fresh = self._fresh
+        if slot in self._held:
+            del self._held[slot]
+            self._num_passed -= slot < fresh
+        elif slot < fresh:
+            self._pull(slot)
+        if slot >= fresh:
             # Those before it were never handed out, and can be: they are free like any that was given back.
-            for passed in range(self._fresh, number):
+            self._is_taken.extend(bytes(slot + 1 - fresh))
+            for passed in map(Slot, range(fresh, slot)):
                 if passed in self._held:
                     self._num_passed += 1
                 else:
                     self._push(passed)
-            self._fresh = number + 1
-        self._taken.add(number)
-        self.peak_used = max(self.peak_used, len(self._taken))
+        self._hand_out(slot)
         return True
+
+    def _is_in_use(self, slot: int) -> bool:
+        return 0 <= slot < len(self._is_taken) and self._is_taken[slot] == 1
 
     def give_back(self, slot: Slot) -> None:
         """Take a slot back. A slot beyond a lowered ceiling is retired.
@@ -191,17 +165,23 @@ class SlotPool:
         Raises:
             IntegrityError: the slot was not handed out; nothing changed.
         """
-        try:
-            self._taken.remove(slot)
-        except KeyError:
-            raise IntegrityError(f"slot {slot} was given back but not in use") from None
+        is_taken = self._is_taken
+        if not 0 <= slot < len(is_taken) or not is_taken[slot]:
+            raise IntegrityError(f"slot {slot} was given back but not in use")
+        is_taken[slot] = 0
+        self.num_used -= 1
         if slot < self._ceiling:
-            self._push(slot)
+            self._free.add(slot)
+            heappush(self._heap, slot)
 
-    def _push(self, slot: int) -> None:
+    def _push(self, slot: Slot) -> None:
         self._free.add(slot)
-        heapq.heappush(self._heap, slot)
-        if len(self._heap) > 2 * len(self._free) + 64:  # slots that were claimed and came back stand in it again
+        heappush(self._heap, slot)
+
+    def _pull(self, slot: Slot) -> None:
+        """The slot is free no longer, though not the first in the heap: it may come to stand there again."""
+        self._free.discard(slot)
+        if len(self._heap) > 2 * len(self._free) + 64:
             self._heap = sorted(self._free)
 
     def retire(self, slot: Slot) -> None:
@@ -212,7 +192,7 @@ class SlotPool:
         """
         self.give_back(slot)
         if slot < self._ceiling:
-            self._free.discard(slot)
+            self._pull(slot)
             self._retired.add(slot)
 
     def hold_back(self, slots: Sequence[Slot]) -> None:
@@ -247,19 +227,22 @@ class SlotPool:
                 self._push(slot)
             self._retired.clear()
         before, self._ceiling = self._ceiling, max(self._ceiling, min(num_slots, self.num_slots))
-        for slot in set(range(before, min(self._fresh, self._ceiling))) - self._taken:
-            self._push(slot)
+        for slot in map(Slot, range(before, min(self._fresh, self._ceiling))):
+            if not self._is_taken[slot]:
+                self._push(slot)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot below the ceiling is free or in use, and none is both."""
-        free = self._free
-        if not free <= set(self._heap) or free & self._taken:
+        free, taken = self._free, {slot for slot, is_taken in enumerate(self._is_taken) if is_taken}
+        if len(taken) != self.num_used:
+            raise IntegrityError(f"{len(taken)} slots are in use, {self.num_used} were counted")
+        if not free <= set(self._heap) or free & taken:
             raise IntegrityError("a slot is free and never handed out, or free and in use")
-        below = {slot for slot in self._taken if slot < self._ceiling}
+        below = {slot for slot in taken if slot < self._ceiling}
         num_passed = sum(slot < self._fresh for slot in self._held)
-        if self._held.keys() & (free | self._taken):
+        if self._held.keys() & (free | taken):
             raise IntegrityError("a slot is held back twice, or free or in use as well")
-        if self._retired & (free | self._taken | self._held.keys()):
+        if self._retired & (free | taken | self._held.keys()):
             raise IntegrityError("a retired slot is free, held back or in use")
         num_known = len(free) + len(below) + num_passed + len(self._retired)
         if num_known != min(self._fresh, self._ceiling) or any(slot >= self._ceiling for slot in free):

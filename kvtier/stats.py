@@ -117,5 +117,5 @@ def _of_nvme(runtime: Runtime, tier: Tier) -> dict[str, Any]:
         "written_in_period_bytes": writes.in_period_bytes(),
         "max_writes": "none" if writes.limit is None else str(writes.limit),
         "only_copy_bytes": runtime.placement.residency.num_only_nvme * each,
-        "only_copy_peak_bytes": runtime.metrics.only_copy_peak_blocks * each,
+        "only_copy_peak_bytes": runtime.placement.residency.peak_only_nvme * each,
     }

@@ -73,8 +73,9 @@ class NewColumns:
         return found
 
 
-class RowStep(NamedTuple):
-    """One row's part of a step.
+@dataclass(slots=True)
+class RowStep:
+    """One row's part of a step. Nobody changes it; made as `Move` is.
 
     `tail_slot` is the gpu slot that holds the tail at the step's start (a copy, if the tail was shared or sealed and
     the row gets new tokens).
@@ -82,6 +83,8 @@ class RowStep(NamedTuple):
 
     table: BlockTable
     new: NewColumns
+    num_tokens: int
+    """New tokens, without padding."""
     committed: int
     """Tokens held at the step's start."""
     writes: tuple[Write, ...]

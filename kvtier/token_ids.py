@@ -40,9 +40,14 @@ class TokenIds:
             found += self._rest[: last - held]
         return found
 
-    def extend(self, ids: Iterable[int]) -> None:
-        """Those of later tokens."""
-        self._rest.extend(ids)
+    def put(self, first: int, ids: Iterable[int]) -> None:
+        """Of token number `first` and of those behind it, in place of what is known of those. Nothing is put where ids
+        before them are missing."""
+        num_ids = len(self._contents) * self._block_tokens + len(self._rest)
+        if num_ids > first:
+            num_ids = self.truncate(first)
+        if num_ids == first:
+            self._rest.extend(ids)
 
     def share(self, first_block: int, contents: Sequence[bytes]) -> None:
         """These contents of full blocks have the ids of block number `first_block` and of those behind it. Nothing is

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, NewType, Protocol, runtime_checkable
+from typing import Final, NewType, Protocol, runtime_checkable
 
 BlockId = NewType("BlockId", int)
 SequenceId = NewType("SequenceId", int)
@@ -174,8 +174,18 @@ class MovePurpose(enum.Enum):
     """Copy one block's bytes into another block's slot: a forked or reopened tail."""
 
 
-class Move(NamedTuple):
-    """One block-sized copy of `block` between two slots. With COPY_TAIL another block will own the destination."""
+DEMOTE: Final = MovePurpose.DEMOTE
+COPY_TAIL: Final = MovePurpose.COPY_TAIL
+"""By plain names, as the tiers."""
+
+
+@dataclass(slots=True)
+class Move:
+    """One block-sized copy of `block` between two slots. With COPY_TAIL another block will own the destination.
+
+    Nobody changes one. It is not frozen, for that takes a microsecond to make, and no tuple, whose names take ten times
+    as long to read.
+    """
 
     move_id: int
     block: BlockId
@@ -200,8 +210,13 @@ class MoveStatus(enum.Enum):
     """It never began: it was taken back."""
 
 
-class MoveResult(NamedTuple):
-    """The outcome of one move. `error` is a sentence for people, empty when DONE.
+DONE: Final = MoveStatus.DONE
+"""By a plain name, as the tiers."""
+
+
+@dataclass(slots=True)
+class MoveResult:
+    """The outcome of one move, made like it. `error` is a sentence for people, empty when DONE.
 
     With NO_SPACE only: `available_slots` is how many of the destination's slots have backing, and `retires_slot` says
     that the move's own slot, though below that, cannot be had.

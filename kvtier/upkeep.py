@@ -51,7 +51,8 @@ class Upkeep:
             is_due = [*map(self._demote_to_low, self._emptied), self._copy_down()]
             rests = not any(is_due) and not placement.moves and not placement.hung.moves
             self._at_rest = num_changes if rests else None
-        self._promote()
+        if not placement.running_blocks.are_all_on_gpu:
+            self._promote()
         self.keeper.run(self.MAX_BACKGROUND)
 
     def _demote_to_low(self, tier: Tier) -> bool:
@@ -105,8 +106,6 @@ class Upkeep:
         tier are worth the same.
         """
         placement = self._placement
-        if not placement.running_blocks.num_below(GPU):  # nor below the cpu tier
-            return
         for tier in (GPU, CPU):
             if not placement.running_blocks.num_below(tier):
                 continue

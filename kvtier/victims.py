@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from kvtier.evictable import Evictable, View
+from kvtier.evictable import Evictable
 from kvtier.log import logger
 from kvtier.mover import Mover
 from kvtier.residency import BlockRecord
@@ -29,16 +29,13 @@ class Victims(Mover):
 
     def _is_clean(self, block: BlockId, tier: Tier) -> bool:
         """Whether a slower tier that can be read has the block too."""
-        record = self.residency[block]
+        record = self.residency.records[block]
         return record.is_clean(tier) and any(other > tier and self.is_readable(other) for other in record.copies)
 
     def _redundant(self, tier: Tier, num_blocks: int) -> list[BlockId]:
-        redundant = self.residency.redundant[tier]
-        if not redundant:
-            return []
         free = (
             block
-            for block in redundant
+            for block in self.residency.redundant[tier]
             if self._is_free(self.residency[block], tier) and (tier is not NVME or block not in self.kept)
         )
         return list(islice(free, num_blocks))
@@ -48,19 +45,31 @@ class Victims(Mover):
         slot = record.slot(tier)
         return slot is not None and record.move is None and not record.pins[tier] and not self.is_held(tier, slot)
 
-    def _victims(self, tier: Tier, num_blocks: int, evictable: View) -> list[BlockId]:
+    def _victims(self, tier: Tier, num_blocks: int, evictable: Evictable) -> list[BlockId]:
         """Up to that many blocks that may go. Nobody is asked for more than there can be: a policy would walk through
         the whole tier to find that there are no others."""
-        num_blocks = min(num_blocks, evictable.most)
+        most = evictable.most
+        num_blocks = num_blocks if num_blocks < most else most
         if num_blocks < 1:
             return []
-        names = self._named(tier, num_blocks, evictable)
-        good = [block for block in names if block in evictable]
-        if len(good) != len(names):
-            # A user's policy may be wrong; it must not be able to lose a block or to stop the house.
-            logger.warning(
-                "the %s eviction policy named blocks that may not go: %s", tier.label, set(names) - set(good)
-            )
+        if evictable.is_cached:
+            names = self.cached_policies[tier].victims(num_blocks, evictable)
+        else:
+            if evictable.running:
+                self.reads.tell_all()
+            names = self.policies[tier].victims(num_blocks, evictable)
+            if evictable.num_looked_at > self.MAX_PASSED + 2 * num_blocks:
+                # Running blocks stood in the way: what was read goes to the end, with most policies.
+                self.reads.tell_all()
+        if names == evictable.granted:  # it has asked for each of them: they are not looked at twice
+            good = names
+        else:
+            good = [block for block in names if block in evictable]
+            if len(good) != len(names):
+                # A user's policy may be wrong; it must not be able to lose a block or to stop the house.
+                logger.warning(
+                    "the %s eviction policy named blocks that may not go: %s", tier.label, set(names) - set(good)
+                )
         if self._oldest_first and len(good) < num_blocks:
             unnamed = (block for block in self.residency.blocks() if block in evictable and block not in good)
             oldest = list(islice(unnamed, num_blocks - len(good)))
@@ -70,12 +79,3 @@ class Victims(Mover):
                 )
             good += oldest
         return good
-
-    def _named(self, tier: Tier, num_blocks: int, evictable: View) -> list[BlockId]:
-        if evictable.running:
-            self.reads.tell_all()
-        policies = self.cached_policies if evictable.is_cached else self.policies
-        names = policies[tier].victims(num_blocks, evictable)
-        if evictable.num_looked_at > self.MAX_PASSED + 2 * num_blocks:
-            self.reads.tell_all()  # running blocks stood in the way: what was read goes to the end, with most policies
-        return names

@@ -35,4 +35,4 @@ class LRU:
 
     def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
         """Least recently used first. Cost: O(num_blocks + held blocks skipped)."""
-        return list(islice((block for block in self._blocks if block in evictable), num_blocks))
+        return list(islice(filter(evictable.__contains__, self._blocks), num_blocks))

@@ -35,4 +35,4 @@ class MRU:
 
     def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
         """Most recently used first. Cost: O(num_blocks + held blocks skipped)."""
-        return list(islice((block for block in reversed(self._blocks) if block in evictable), num_blocks))
+        return list(islice(filter(evictable.__contains__, reversed(self._blocks)), num_blocks))

@@ -74,7 +74,7 @@ class Recency:
 
     def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
         """Middle, recent, first. Cost: O(num_blocks + held blocks skipped + log blocks of a sequence)."""
-        return list(islice((block for block in self._in_order() if block in evictable), num_blocks))
+        return list(islice(filter(evictable.__contains__, self._in_order()), num_blocks))
 
     def _in_order(self) -> Iterator[BlockId]:
         for part, sequences in self._having.items():

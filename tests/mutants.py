@@ -188,16 +188,16 @@ MUTANTS = [
     Mutant(
         "seal ignored on crop",
         MANAGER,
-        "(record.holders > 1 or record.state is BlockState.SEALED or is_held)",
+        "(record.holders > 1 or record.state is SEALED or is_held)",
         "(record.holders > 1 or is_held)",
     ),
     Mutant(
         "shared tail written in place",
         MANAGER,
-        "(record.holders > 1 or record.state is BlockState.SEALED or is_held)",
-        "(record.state is BlockState.SEALED or is_held)",
+        "(record.holders > 1 or record.state is SEALED or is_held)",
+        "(record.state is SEALED or is_held)",
     ),
-    Mutant("tail grows under a write that hangs", MANAGER, "BlockState.SEALED or is_held)", "BlockState.SEALED)"),
+    Mutant("tail grows under a write that hangs", MANAGER, "is SEALED or is_held)", "is SEALED)"),
     Mutant("what lies on a tier that hangs is streamed", MANAGER, "self.placement.check_readable(blocks, tier)", "..."),
     Mutant(
         "moving tail not waited for",
@@ -345,16 +345,16 @@ MUTANTS = [
     Mutant(
         "source dropped before commit",
         PLACEMENT,
-        "self.start(block, MovePurpose.DEMOTE, tier, *place)",
-        "self.start(block, MovePurpose.DEMOTE, tier, *place); self.drop_copy(block, tier)",
+        "self.start(block, DEMOTE, tier, *place)",
+        "self.start(block, DEMOTE, tier, *place); self.drop_copy(block, tier)",
     ),
     Mutant(
         "source dropped though its copy failed",
         MOVER,
-        "        if result.status is not MoveStatus.DONE or abandoned:\n",
-        "        if result.status is not MoveStatus.DONE or abandoned:\n"
-        "            if move.purpose is MovePurpose.DEMOTE:\n"
-        "                self.drop_copy(move.block, move.source)\n",
+        "            self._abandoned.discard(move_id)\n            self._put_back(result)\n",
+        "            self._abandoned.discard(move_id)\n            self._put_back(result)\n"
+        "            if is_demotion:\n"
+        "                self.drop_copy(block, source)\n",
     ),
     Mutant(
         "promotions push running blocks down",
@@ -365,8 +365,8 @@ MUTANTS = [
     Mutant(
         "failed move counted as done",
         MOVER,
-        "if result.status is not MoveStatus.DONE or abandoned:",
-        "if abandoned:",
+        "if not is_done or record.holders == 0 or",
+        "if record.holders == 0 or",
     ),
     Mutant(
         "dirty block evicted without a copy",
@@ -378,7 +378,7 @@ MUTANTS = [
     Mutant(
         "blocks are given up whose slot a late move holds",
         EVICTABLE,
-        "            and not copies.hung.holds(tier, slot)\n",
+        "            and not (copies.hung.moves and copies.hung.holds(tier, slot))\n",
         "",
     ),
     Mutant(
@@ -394,7 +394,7 @@ MUTANTS = [
         "        record = self.residency[move.block]\n        record.move = None\n        if move.purpose is",
         "        record = self.residency[move.block]\n        if move.purpose is",
     ),
-    Mutant("a tier hangs for ever", BREAKER, "self._overdue.pop(call, None)", "..."),
+    Mutant("a tier hangs for ever", BREAKER, "self.overdue_calls.pop(call, None)", "..."),
     Mutant("moves start on a tier that hangs", BREAKER, "return not self.is_hanging and (", "return ("),
     Mutant("a late read's cell is used again", RING, "for cell in cells if cell not in taken", "for cell in cells"),
     Mutant(
@@ -448,8 +448,8 @@ MUTANTS = [
     Mutant(
         "slot of a failed move leaks",
         MOVER,
-        "DONE or abandoned:\n            self._put_back(result)\n",
-        "DONE or abandoned:\n            pass\n",
+        "            self._abandoned.discard(move_id)\n            self._put_back(result)\n",
+        "            self._abandoned.discard(move_id)\n",
     ),
     Mutant(
         "abandoned tail copy keeps its slot",
@@ -467,7 +467,13 @@ MUTANTS = [
         "policy believed whatever it names",
         VICTIMS,
         "good = [block for block in names if block in evictable]",
-        "good = [block for block in names if block in self.residency._records]",
+        "good = [block for block in names if block in self.residency.records]",
+    ),
+    Mutant(
+        "policy believed since it has asked for some block",
+        VICTIMS,
+        "if names == evictable.granted:",
+        "if evictable.granted:",
     ),
     Mutant(
         "policy that names nothing stops the house",
@@ -485,10 +491,10 @@ MUTANTS = [
     Mutant(
         "running blocks are dropped",
         EVICTABLE,
-        "if block not in self._idle:\n            return False\n",
-        "if block not in self._residency.blocks():\n            return False\n",
+        "        super().__init__(copies, tier)\n        self._recomputable",
+        "        super().__init__(copies, tier, running=True)\n        self._recomputable",
     ),
-    Mutant("what cannot be recomputed is dropped", EVICTABLE, " and block in self._recomputable and", "\n"),
+    Mutant("what cannot be recomputed is dropped", EVICTABLE, " and block in self._recomputable and", " and"),
     Mutant(
         "blocks are dropped for a step that cannot fit",
         PLACEMENT,
@@ -546,8 +552,8 @@ MUTANTS = [
     Mutant(
         "slots in use are free when a ceiling rises",
         SLOTS,
-        "min(self._fresh, self._ceiling))) - self._taken:",
-        "min(self._fresh, self._ceiling))):",
+        "            if not self._is_taken[slot]:\n                self._push(slot)\n",
+        "            self._push(slot)\n",
     ),
     Mutant(
         "room that a whole segment does not fit in",
@@ -565,20 +571,20 @@ MUTANTS = [
     Mutant(
         "double free accepted",
         SLOTS,
-        "or not self._is_in[slot]:\n            raise",
+        "or not is_taken[slot]:\n            raise",
         "or slot < 0:\n            raise",
     ),
     Mutant(
         "slot beyond the ceiling handed out again",
         SLOTS,
-        "if slot < self._ceiling:\n            self._push",
-        "if slot >= 0:\n            self._push",
+        "if slot < self._ceiling:\n            self._free.add",
+        "if slot >= 0:\n            self._free.add",
     ),
     Mutant(
         "dropped copy still listed as redundant",
         RESIDENCY,
-        "        setattr(record, _SLOT_ON[tier], None)\n        self.redundant[tier].pop(block, None)\n",
-        "        setattr(record, _SLOT_ON[tier], None)\n",
+        "        else:\n            del self.redundant[tier][block]\n",
+        "",
     ),
     Mutant(
         "a row that goes idle still runs",
@@ -595,8 +601,8 @@ MUTANTS = [
     Mutant(
         "reads are not told before a running block goes",
         VICTIMS,
-        "evictable.running:\n            self.reads.tell_all()",
-        "evictable.running:\n            pass",
+        "evictable.running:\n                self.reads.tell_all()",
+        "evictable.running:\n                pass",
     ),
     Mutant(
         "what came up is still listed below",
@@ -916,7 +922,7 @@ MUTANTS = [
     Mutant(
         "retired slot handed out again",
         SLOTS,
-        "            self._free.discard(slot)\n            self._retired",
+        "            self._pull(slot)\n            self._retired",
         "            self._retired",
     ),
     Mutant(

@@ -125,7 +125,7 @@ def test_integrity_sees_lost_blocks_double_blocks_and_lost_ids() -> None:
     with pytest.raises(IntegrityError, match="holds a block twice"):
         table.check_integrity()
     table = table_of(6)
-    table._ids.extend([1])
+    table._ids.put(len(table._ids), [1])
     with pytest.raises(IntegrityError, match="7 ids and 6 positions for 6 tokens"):
         table.check_integrity()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import pytest
 from kvtier.batch import Batch
 from kvtier.block_table import BlockTable
 from kvtier.errors import BlockLostError, CapacityError, IntegrityError, TransferTimeoutError, UnsupportedError
+from kvtier.evictable import Evictable
 from kvtier.metrics import SequenceMetrics
 from kvtier.placement import Watermark
+from kvtier.policies.lru import LRU
 from kvtier.policies.mru import MRU
 from kvtier.residency import BlockState
 from kvtier.step import NewColumns, StepState
-from kvtier.types import EvictionPolicy, MovePurpose, MoveResult, MoveStatus, SequenceId, Tier
+from kvtier.types import BlockId, EvictionPolicy, MovePurpose, MoveResult, MoveStatus, SequenceId, Tier
 from tests.small_tiers import BROKEN_POLICIES, HandEngine, House, build
 
 # With nothing to fill up to, no block is copied down early or promoted in the background.
@@ -747,7 +750,7 @@ def test_moves_and_sole_copies_are_counted() -> None:
     metrics = house.placement.metrics
     assert metrics.bytes_moved == {(Tier.GPU, Tier.NVME): 200, (Tier.NVME, Tier.GPU): 200}
     assert metrics.edges()["nvme_to_gpu"] == 200
-    assert (metrics.only_copy_peak_blocks, metrics.nvme_sole_reads) == (2, 2)
+    assert (house.placement.residency.peak_only_nvme, metrics.nvme_sole_reads) == (2, 2)
     assert batch.metrics.nvme_read_bytes == 200
     assert (metrics.steps, metrics.tokens, metrics.moves_failed) == (2, 8, 0)
 
@@ -763,3 +766,34 @@ def test_results_for_moves_that_nobody_started_are_a_bug() -> None:
     engine.start([move])
     with pytest.raises(IntegrityError, match="not in flight"):
         house.placement.wait()
+
+
+class NamesOneMore(LRU):
+    """A user's policy that asks for all blocks but the last that it names."""
+
+    extra: BlockId
+
+    def victims(self, num_blocks: int, evictable: Container[BlockId]) -> list[BlockId]:
+        return [*super().victims(num_blocks - 1, evictable), self.extra]
+
+
+def test_a_block_that_a_policy_did_not_ask_for_is_looked_at_before_it_is_given_up() -> None:
+    policy = NamesOneMore()
+    house = build(gpu=4, cpu=4, policies={Tier.GPU: policy})
+    placement, batch = house.placement, house.filled(16)
+    policy.extra = batch.tables[0].blocks[3]
+    placement.residency.pin(policy.extra, Tier.GPU)
+    assert placement.give_up(Tier.GPU, 2) == 1
+    house.drain()
+    assert placement.residency[policy.extra].gpu_slot is not None
+    placement.residency.unpin(policy.extra, Tier.GPU)
+    house.check()
+
+
+def test_blocks_that_a_policy_has_asked_for_are_looked_at_once() -> None:
+    house = build(gpu=4, cpu=4)
+    house.filled(16)
+    asked, checked = (Evictable(house.placement, Tier.GPU) for _ in range(2))
+    names = house.placement.policies[Tier.GPU].victims(3, asked)
+    assert house.placement._victims(Tier.GPU, 3, checked) == names == checked.granted
+    assert checked.num_looked_at == asked.num_looked_at >= 3

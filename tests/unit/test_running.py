@@ -94,10 +94,10 @@ def test_what_runs_is_counted_by_rows() -> None:
     assert running == set(twin.tables[0].blocks)
     house.manager.truncate(twin, 4)
     assert running == {twin.tables[0].blocks[0]}
-    assert (running.num_copies(Tier.GPU, running=True), running.num_copies(Tier.GPU, running=False)) == (1, 1)
+    assert (running.num_copies[Tier.GPU], house.placement.residency.num_copies[Tier.GPU]) == (1, 2)
     house.check()
     house.manager.drop(twin)
-    assert not running and running.num_copies(Tier.GPU, running=True) == 0
+    assert not running and running.num_copies[Tier.GPU] == 0
     house.check()
 
 
@@ -132,7 +132,7 @@ def test_integrity_sees_what_is_wrongly_listed() -> None:
         (lambda r: r._rows.clear(), "other rows"),
         (lambda r: r._num_rows.update({blocks[0]: 2}), "are not those"),
         (lambda r: r._below_gpu[Tier.CPU].update({blocks[0]: 0}), "wrongly listed on cpu"),
-        (lambda r: r._num_copies.update({Tier.GPU: 9}), "miscounted"),
+        (lambda r: r.num_copies.update({Tier.GPU: 9}), "miscounted"),
         (lambda r: r._below_gpu[Tier.CPU].update({BlockId(99): 0}), "miscounted"),
     ):
         running = RunningBlocks(residency)

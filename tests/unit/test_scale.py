@@ -40,7 +40,7 @@ def instrumented(house: House, visits: Visits) -> None:
     """Have what grows with the house counted when somebody walks through it."""
     placement = house.placement
     owners: list[tuple[object, str]] = [
-        (placement.residency, "_records"), (house.manager, "tables"), (placement, "unreadable"),
+        (placement.residency, "records"), (house.manager, "tables"), (placement, "unreadable"),
         (placement, "sequence_metrics"), (placement, "kept"), (placement, "pinned"),
         (placement.prefixes, "_blocks"), (placement.prefixes, "_sealed"),
     ]  # fmt: skip

@@ -171,7 +171,7 @@ def test_integrity_sees_a_retired_slot_that_is_in_use_too() -> None:
     pool = SlotPool(3)
     slot = pool.take()
     pool.retire(slot)
-    pool._taken.add(slot)
+    pool._hand_out(slot)
     with pytest.raises(IntegrityError, match="retired slot"):
         pool.check_integrity()
 
@@ -189,7 +189,7 @@ def test_integrity_sees_a_slot_that_is_free_and_in_use_and_one_that_is_lost() ->
     pool = SlotPool(3)
     slot = pool.take()
     pool.give_back(slot)
-    pool._taken.add(slot)
+    pool._hand_out(slot)
     with pytest.raises(IntegrityError, match="free and in use"):
         pool.check_integrity()
     pool = SlotPool(3)
@@ -376,3 +376,16 @@ def test_random_histories_agree_with_a_plain_set(num_slots: int, history: list[t
         assert (pool.num_used, pool.num_free) == (len(used), len(free))
     rest = list(itertools.takewhile(lambda slot: slot is not None, iter(pool.take, object())))
     assert set(rest) == set(range(ceiling)) - used - retired and len(set(rest)) == len(rest)
+
+
+def test_a_slot_that_is_claimed_and_given_back_again_and_again_takes_no_more_memory() -> None:
+    pool = SlotPool(8)
+    for slot in take(pool, 8):
+        assert slot is not None
+        pool.give_back(Slot(slot))
+    for _ in range(1000):
+        assert pool.claim(Slot(5))
+        pool.give_back(Slot(5))
+    assert len(pool._heap) <= 2 * 8 + 64
+    pool.check_integrity()
+    assert take(pool, 9) == [*range(8), None]
