@@ -34,7 +34,9 @@ class DirectIo(FileIo):
         self.staging = StagingPool(host_budget_bytes)
         self._local = threading.local()
         self.reads_together = True
-        self._aio()  # see whether there is any
+        # See whether there is any. Not kept: whoever closes may be another thread, which cannot give this one's back.
+        if (aio := self._aio()) is not None:
+            aio.close()
 
     def prepare(self, fd: int) -> None:
         super().prepare(fd)

@@ -318,3 +318,24 @@ def test_close_gives_the_kernels_part_back(store: NvmeStore) -> None:
     assert aio is not None and not aio.is_closed
     store.close()
     assert aio.is_closed and io._aio() is None
+
+
+def test_none_is_left_when_another_thread_closes(
+    tmp_path: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by a hostile tester: that of the thread that opened the store stayed until the collector came by."""
+    made: list[KernelAio] = []
+
+    class Noted(KernelAio):
+        def __init__(self, depth: int) -> None:
+            super().__init__(depth)
+            made.append(self)
+
+    monkeypatch.setattr(direct_io, "KernelAio", Noted)
+    store = open_store(tmp_path / "kv", IoMode.DIRECT, LARGE, budget_bytes=32 * MIB)
+    assert made and store.reads_together
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    closer.join()
+    assert all(aio.is_closed for aio in made)
