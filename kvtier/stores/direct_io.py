@@ -53,7 +53,8 @@ class DirectIo(FileIo):
 
     def begin_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> EndOfRows:
         is_whole = not out.shape[1] % PAGE_BYTES and not out.__array_interface__["data"][0] % PAGE_BYTES
-        aio = self._aio() if is_whole and len(places) > 1 else None
+        # One row too: other reads are begun before it is ended.
+        aio = self._aio() if is_whole and places else None
         if aio is None or any(offset_bytes % PAGE_BYTES for _, offset_bytes in places):
             return super().begin_rows(places, out)
         try:
