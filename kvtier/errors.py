@@ -88,7 +88,7 @@ class FolderInUseError(KVTierError):
 
 
 class CapacityError(KVTierError):
-    """No tier has room for a step's blocks. Every cache is as it was before the step."""
+    """No tier has room for a step's blocks, or the process no thread to read them. Every cache is as it was before."""
 
 
 class BlockLostError(KVTierError):

@@ -10,7 +10,15 @@ import torch
 
 from kvtier.block_table import TokenSource
 from kvtier.errors import PromptMismatchError, UnsupportedError
-from kvtier.hf import CACHE_NAMES, TieredCache, WrappedMethod, check_mask_kind, check_own_inputs, given_cache
+from kvtier.hf import (
+    CACHE_NAMES,
+    TieredCache,
+    WrappedMethod,
+    check_mask_kind,
+    check_own_inputs,
+    check_process,
+    given_cache,
+)
 from kvtier.inputs import check_token_ids, check_vocabulary
 from kvtier.reuse import Reuse, is_plain_call, read_prompts
 from kvtier.runtime import Runtime
@@ -39,6 +47,7 @@ def wrap_generate(original: Callable[..., Any], runtime: Runtime, keyword: str) 
         if cache is None:
             return original(*args, **kwargs)
         cache.state.check_open()
+        check_process(runtime.pid)  # here: what looks a prompt up would move blocks of the parent
         if cache.state.runtime is not runtime:
             raise UnsupportedError("this cache belongs to another TieredKV: its KV comes from another model")
         positional = dict(zip(("inputs", "generation_config"), args, strict=False))

@@ -28,15 +28,16 @@ class ReadLane:
         """The thread starts with the first read."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
-        self._has_started = False
 
     def submit(self, begin: Callable[..., End], *arguments: Any) -> Future[None]:
-        """Queue a read: `begin(*arguments)` begins it, and what that returns ends it. In the order of these calls."""
+        """Queue a read: `begin(*arguments)` begins it, and what that returns ends it. In the order of these calls.
+
+        Raises RuntimeError: no thread is to be had. Nothing was queued, and the next call asks for one again.
+        """
+        if not self._thread.is_alive():  # the first read, or the thread was refused before
+            self._thread.start()
         future: Future[None] = Future()
         self._calls.put((future, begin, arguments))
-        if not self._has_started:
-            self._has_started = True
-            self._thread.start()
         return future
 
     @property
@@ -47,7 +48,7 @@ class ReadLane:
     def close(self, *, wait: bool) -> None:
         """Let the thread end what it has; with `wait`, return when it has. Idempotent."""
         self._calls.put(None)
-        if wait and self._has_started:
+        if wait and self._thread.is_alive():
             self._thread.join()
 
 

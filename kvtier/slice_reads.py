@@ -14,7 +14,7 @@ import torch
 
 from kvtier.breaker import Breaker
 from kvtier.device import DONE, Event
-from kvtier.errors import BlockLostError, StoreError, TransferTimeoutError
+from kvtier.errors import BlockLostError, CapacityError, StoreError, TransferTimeoutError
 from kvtier.layer_cut import Piece
 from kvtier.read_lane import ReadLane
 from kvtier.types import Slot, Tier
@@ -121,13 +121,22 @@ class SliceReads:
             return {read.cell for read in self._running}
 
     def start(self, layer: int, cell: Cell, piece: Piece, used: Event) -> tuple[Future[None], Read]:
-        """Queue a read, which begins behind `used`. Its future raises BlockLostError for slices that cannot be read."""
+        """Queue a read, which begins behind `used`. Its future raises BlockLostError for slices that cannot be read.
+
+        Raises CapacityError: the process may have no further thread. Nothing was queued.
+        """
         read = Read(self._generation, layer, cell, piece, used)
-        if piece.tier is not Tier.NVME:
-            return self._memory.submit(self._read, read), read
-        if self._reads_together():
-            return self._lane.submit(self._begin, read), read
-        return self._files.submit(self._read, read), read
+        try:
+            if piece.tier is not Tier.NVME:
+                return self._memory.submit(self._read, read), read
+            if self._reads_together():
+                return self._lane.submit(self._begin, read), read
+            return self._files.submit(self._read, read), read
+        except RuntimeError as error:
+            raise CapacityError(
+                f"no thread is to be had to read from {piece.tier.label} ({error}): raise the limit on threads "
+                "(`ulimit -u`, or pids.max of the container), or end what else runs"
+            ) from error
 
     def late(self, reads: Mapping[Future[None], Read]) -> list[Read]:
         """Wait for these; those that have passed their deadline."""

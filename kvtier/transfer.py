@@ -80,7 +80,11 @@ class TransferEngine:
         for move in moves:
             self._in_flight += 1
             workers = self._files if Tier.NVME in (move.source, move.dest) else self._memory
-            begun = workers.submit(self._run, move, ready)
+            try:
+                begun = workers.submit(self._run, move, ready)
+            except RuntimeError as error:  # no thread to be had
+                self._results.put(MoveResult(move, MoveStatus.FAILED, str(error)))
+                continue
             if workers is self._files:
                 self._queued[move.move_id] = move, begun
         for move_id in [move_id for move_id, (_, begun) in self._queued.items() if begun.done()]:

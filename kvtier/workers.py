@@ -27,14 +27,14 @@ class Workers:
         self._threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Queue a call. `Future.cancel` takes it back if it has not begun."""
+        """Queue a call. `Future.cancel` takes it back if it has not begun.
+
+        Raises RuntimeError: not even one thread is to be had. Nothing was queued, and the next call asks for one again.
+        """
+        if not self._idle.acquire(blocking=False) and len(self._threads) < self._num_threads:
+            self._start_thread()
         future: Future[T] = Future()
         self._calls.put((future, function, arguments))
-        if not self._idle.acquire(blocking=False) and len(self._threads) < self._num_threads:
-            name = f"{self._name}-{len(self._threads)}"
-            thread = threading.Thread(target=_work, args=(self._calls, self._idle), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
         return future
 
     def close(self, *, wait: bool) -> None:
@@ -49,7 +49,19 @@ class Workers:
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads if wait else ():
-            thread.join()
+            if thread.is_alive():  # else it has ended, or a Ctrl-C came before it was there
+                thread.join()
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{len(self._threads)}"
+        thread = threading.Thread(target=_work, args=(self._calls, self._idle), name=name, daemon=True)
+        self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the machine has no more of them to give
+            self._threads.remove(thread)
+            if not self._threads:
+                raise
 
 
 def _work(calls: queue.SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:

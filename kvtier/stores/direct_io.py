@@ -34,7 +34,9 @@ class DirectIo(FileIo):
         self.staging = StagingPool(host_budget_bytes)
         self._local = threading.local()
         self.reads_together = True
-        self._aio()  # see whether there is any
+        # See whether there is any. Not kept: whoever closes may be another thread, which cannot give this one's back.
+        if (aio := self._aio()) is not None:
+            aio.close()
 
     def prepare(self, fd: int) -> None:
         super().prepare(fd)
@@ -51,7 +53,8 @@ class DirectIo(FileIo):
 
     def begin_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> EndOfRows:
         is_whole = not out.shape[1] % PAGE_BYTES and not out.__array_interface__["data"][0] % PAGE_BYTES
-        aio = self._aio() if is_whole and places else None  # one alone too: others are begun beside it
+        # One row too: other reads are begun before it is ended.
+        aio = self._aio() if is_whole and places else None
         if aio is None or any(offset_bytes % PAGE_BYTES for _, offset_bytes in places):
             return super().begin_rows(places, out)
         try:

@@ -186,6 +186,25 @@ def test_a_forked_child_takes_nothing_from_its_parent(
     report(request, Row.FORK, detected=5, absorbed=len(ACTS) - 5)
 
 
+def test_a_forked_child_looks_no_prompt_up_in_the_tiers_of_its_parent(tmp_path: Path) -> None:
+    """Found by a hostile tester: it labelled and moved the parent's blocks, or waited for threads that it has not."""
+    model = tiny()
+
+    def touched() -> None:
+        raise AssertionError("the child moves blocks")
+
+    def look(tiered: TieredKV) -> None:
+        tiered._runtime.manager.poll = touched
+        refused(lambda: tiered.generate(PROMPTS[3], **BRIEF))
+
+    with TieredKV(model, small_config(model, tmp_path, prefix_cache=True)) as tiered:
+        tiered.generate(PROMPTS[3], **BRIEF)
+        pid = os.fork()
+        if pid == 0:
+            in_child(lambda: look(tiered))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_a_forked_child_that_lives_on_keeps_no_lock(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The folder was in use for as long as any child lived, such as a worker that loads data."""
     filled(tmp_path / "kv", range(3))

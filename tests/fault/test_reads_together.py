@@ -66,6 +66,17 @@ def test_all_are_read_by_the_kernel(store: NvmeStore, monkeypatch: pytest.Monkey
     assert store.read_slices([], 0, rows(1)[:0]) == []
 
 
+def test_one_slice_is_begun_too(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile tester: where tiers alternate, or the ring is small, each slice waited for the one before."""
+    forbid_single_reads(monkeypatch)
+    outs = [rows(1) for _ in range(4)]
+    ends = [store.begin_slices([Slot(slot)], 2, out) for slot, out in enumerate(outs)]
+    for slot, end in enumerate(ends):
+        assert end() == [None]
+        assert torch.equal(outs[slot][0], slice_of(slot, 2))
+    assert store.begin_slices([], 0, rows(1)[:0])() == []
+
+
 def test_more_than_are_in_flight_at_once(store: NvmeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_single_reads(monkeypatch)
     slots = [number % NUM_SLOTS for number in range(2 * direct_io._AIO_DEPTH + 3)]
@@ -320,3 +331,24 @@ def test_close_gives_the_kernels_part_back(store: NvmeStore) -> None:
     assert aio is not None and not aio.is_closed
     store.close()
     assert aio.is_closed and io._aio() is None
+
+
+def test_none_is_left_when_another_thread_closes(
+    tmp_path: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by a hostile tester: that of the thread that opened the store stayed until the collector came by."""
+    made: list[KernelAio] = []
+
+    class Noted(KernelAio):
+        def __init__(self, depth: int) -> None:
+            super().__init__(depth)
+            made.append(self)
+
+    monkeypatch.setattr(direct_io, "KernelAio", Noted)
+    store = open_store(tmp_path / "kv", IoMode.DIRECT, LARGE, budget_bytes=32 * MIB)
+    assert made and store.reads_together
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    closer.join()
+    assert all(aio.is_closed for aio in made)

@@ -101,3 +101,25 @@ def test_close_ends_what_was_begun(reads: Reads) -> None:
     assert all(future.done() for future in futures)
     assert reads.seen.count(("end", 2)) == 1
     ReadLane("never used").close(wait=True)
+
+
+def test_a_thread_that_is_refused_is_asked_for_again_at_the_next_read(
+    reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a hostile tester: no later read was ever begun, and `close` raised, which left the folder locked."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lane = ReadLane("lane")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            lane.submit(reads.begin, 0)
+        refused = ReadLane("refused")
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            refused.submit(reads.begin, 1)
+        refused.close(wait=True)
+    assert lane.submit(reads.begin, 2).result(20) is None
+    assert reads.seen == [("begin", 2), ("end", 2)]
+    lane.close(wait=True)

@@ -14,7 +14,7 @@ import torch
 
 from kvtier.breaker import Breaker
 from kvtier.device import DONE, Event, HostDevice
-from kvtier.errors import BlockLostError, IntegrityError, ShortReadError, TransferTimeoutError
+from kvtier.errors import BlockLostError, CapacityError, IntegrityError, ShortReadError, TransferTimeoutError
 from kvtier.metrics import Metrics
 from kvtier.plan import Source, StepPlan
 from kvtier.policies.next_layers import NextLayers
@@ -354,6 +354,25 @@ def test_thirty_two_slices_are_read_at_a_time(num_sources: int) -> None:
             for row, source in enumerate(group.sources):
                 assert bool((group.keys[row] == float(source.slot)).all())
     ring.close()
+
+
+@BOTH_WAYS
+def test_a_thread_that_is_not_to_be_had_is_a_capacity_error_and_the_next_step_goes(
+    reads: ReadThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ring, sources = _ring(FakeReader(seed=9), 9, NextLayers(depth=1), reads=reads), _sources(3) + _in_memory(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="can't start new thread.*raise the limit on threads"):
+                ring.begin(_plan(sources))
+            ring.drain()
+    for _ in range(2):
+        _stream(ring, sources)
+    assert ring.close()
 
 
 def test_fewer_than_two_slices_are_refused() -> None:

@@ -84,6 +84,41 @@ def test_close_cancels_what_has_not_begun_and_waits_only_if_asked_to() -> None:
     assert running.result() is True
 
 
+def refuse(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_threads_that_are_refused_are_asked_for_again_and_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a hostile tester: the refused one counted as there, no call ever began, and `close` raised."""
+    workers, gate = Workers(3, "test"), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            workers.submit(int)
+    blocker = workers.submit(gate.wait, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        behind = workers.submit(int)
+    gate.set()
+    assert blocker.result(10) is True and behind.result(10) == 0
+    workers.close(wait=True)
+
+
+def test_a_move_without_a_thread_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported like any other: whoever waits for it would wait for ever."""
+    stores: dict[Tier, Store] = {tier: CpuStore(SHAPE, 8, pin=False) for tier in (Tier.GPU, Tier.CPU)}
+    engine = TransferEngine(stores, 2, HostDevice())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        engine.start([_move(0, Tier.GPU, Tier.CPU)])
+    (failed,) = engine.wait(10)
+    assert failed.status is MoveStatus.FAILED and "can't start new thread" in failed.error
+    engine.start([_move(1, Tier.GPU, Tier.CPU)])
+    (done,) = engine.wait(10)
+    assert done.status is MoveStatus.DONE and engine.in_flight() == 0
+    assert engine.close(10)
+
+
 class GatedStore(NullStore):
     """Writes wait at a gate."""
 
