@@ -367,7 +367,7 @@ def test_a_thread_that_is_not_to_be_had_is_a_capacity_error_and_the_next_step_go
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         for _ in range(2):
-            with pytest.raises(CapacityError, match="can't start new thread.*raise the limit on threads"):
+            with pytest.raises(CapacityError, match=r"can't start new thread.*raise the limit on threads"):
                 ring.begin(_plan(sources))
             ring.drain()
     for _ in range(2):
