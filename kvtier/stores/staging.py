@@ -6,7 +6,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from kvtier.size import size_and_bytes
 from kvtier.stores.file_io import Bytes
 
 BUFFER_BYTES = 1 << 20  # a longer read goes through in pieces: from here on disks gain little by longer requests
+HUGE_PAGE_BYTES = 2 << 20
 _BUFFERS_MAX = 64  # 32 slices in flight and as many writers; memory is taken when a buffer is first used
 
 
@@ -65,7 +66,10 @@ class StagingPool:
 def page_aligned(num_bytes: int) -> torch.Tensor:
     """`[num_bytes]` uint8 of host memory on a page boundary, resident page by page as it is touched.
 
-    torch's own allocations start 64 bytes into a page, so that O_DIRECT could not reach them without a copy.
+    torch's own allocations start 64 bytes into a page, so that O_DIRECT could not reach them without a copy. From
+    `HUGE_PAGE_BYTES` on it begins on such a boundary, and its whole huge pages become resident at once, each when it is
+    touched, where the kernel gives any: attention over a slab of them takes a tenth less, and a disk writes into them
+    in long pieces (docs/adr/0036). Never more becomes resident than `num_bytes`, in whole pages.
 
     Raises:
         MemoryError: none to be had.
@@ -77,6 +81,16 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
 
 
 def _pages(num_bytes: int) -> Bytes:
+    num_huge_bytes = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    room_bytes = num_bytes + (HUGE_PAGE_BYTES if num_huge_bytes else 0)
     # private: shared anonymous memory would be a tmpfs file, for which there are no huge pages
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory, dtype=np.uint8)
+    memory = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    data = np.frombuffer(memory, dtype=np.uint8)
+    if not num_huge_bytes:
+        return data
+    start = -int(data.__array_interface__["data"][0]) % HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel that has none
+            # Not what lies before and behind: a huge page there would take memory that is in no budget.
+            memory.madvise(mmap.MADV_HUGEPAGE, start, num_huge_bytes)
+    return data[start : start + num_bytes]

@@ -141,7 +141,7 @@ def test_a_caller_that_hangs_with_a_buffer_keeps_nobody_waiting() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("num_bytes", [1, 4096, 50_000])
+@pytest.mark.parametrize("num_bytes", [1, 4096, 50_000, (5 << 20) + 3])
 def test_touching_leaves_zeros_on_every_page(num_bytes: int, num_threads: int) -> None:
     memory = page_aligned(num_bytes)
     touch(memory, num_threads)
