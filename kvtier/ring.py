@@ -145,6 +145,7 @@ class SliceRing:
         used = self._device.record()  # behind whatever has used them as other cells
         self._cells = [Cell(number * size, size, used) for number in range(self._num_usable // size)]
         self._views_of.clear()
+        self._reads.forget_rows()
 
     def groups(self, layer: int) -> Iterator[Group]:
         """The layer's groups in plan order, each waited for. Layers must be asked for in order, each once.

@@ -105,6 +105,7 @@ class SliceReads:
         self._lane = ReadLane(_LANE)
         self._left_lanes: list[ReadLane] = []
         """Those in which a read hangs, or hung."""
+        self._rows_of: dict[tuple[int, int], torch.Tensor] = {}
         self._running: dict[Read, None] = {}
         self._changed = threading.Condition()
         self._generation = 0
@@ -119,6 +120,10 @@ class SliceReads:
         """Those that are being read into, or may be, late."""
         with self._changed:
             return {read.cell for read in self._running}
+
+    def forget_rows(self) -> None:
+        """Cells are cut anew: other neighbours are read into from now on. Nothing may be under way."""
+        self._rows_of.clear()
 
     def start(self, layer: int, cell: Cell, piece: Piece, used: Event) -> tuple[Future[None], Read]:
         """Queue a read, which begins behind `used`. Its future raises BlockLostError for slices that cannot be read.
@@ -200,12 +205,19 @@ class SliceReads:
             self._running[read] = None
         piece, first = read.piece, read.cell.first + read.piece.first
         try:
-            out = self._buffers[first : first + len(piece.sources)]
+            out = self._rows(first, len(piece.sources))
             end = self._begin_slices(piece.tier, piece.slots, read.layer, out, read.used)
         except BaseException:
             self._has_ended(read)
             raise
         return functools.partial(self._end, read, end)
+
+    def _rows(self, first: int, count: int) -> torch.Tensor:
+        """Neighbouring buffers: the same views again and again, for a view takes as long as the rest of a read."""
+        found = self._rows_of.get((first, count))
+        if found is None:
+            found = self._rows_of[first, count] = self._buffers[first : first + count]
+        return found
 
     def _end(self, read: Read, end: EndOfStream) -> None:
         try:

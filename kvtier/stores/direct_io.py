@@ -52,13 +52,15 @@ class DirectIo(FileIo):
             self._read_staged(file, offset_bytes + end, out[end:])
 
     def begin_rows(self, places: Sequence[tuple[OpenFile, int]], out: Bytes) -> EndOfRows:
-        is_whole = not out.shape[1] % PAGE_BYTES and not out.__array_interface__["data"][0] % PAGE_BYTES
+        address, row_bytes = int(out.__array_interface__["data"][0]), out.shape[1]
+        is_whole = not (row_bytes % PAGE_BYTES or address % PAGE_BYTES)
         # One row too: other reads are begun before it is ended.
         aio = self._aio() if is_whole and places else None
-        if aio is None or any(offset_bytes % PAGE_BYTES for _, offset_bytes in places):
+        if aio is None or any([offset_bytes % PAGE_BYTES for _, offset_bytes in places]):
             return super().begin_rows(places, out)
+        fds, offsets = [file.fd for file, _ in places], [offset_bytes for _, offset_bytes in places]
         try:
-            reads = aio.begin([file.fd for file, _ in places], [offset_bytes for _, offset_bytes in places], out)
+            reads = aio.begin(fds, offsets, out, address, row_bytes)
         except OSError as error:
             self._go_without(error)
             return super().begin_rows(places, out)
@@ -67,11 +69,10 @@ class DirectIo(FileIo):
     def _end_rows(self, aio: KernelAio, reads: AioReads, places: Sequence[tuple[OpenFile, int]]) -> Sequence[bool]:
         """`places` keeps the descriptors open as long as the kernel reads from them."""
         try:
-            filled: list[bool] = (aio.end(reads) == reads.out.shape[1]).tolist()
+            return [result == reads.row_bytes for result in aio.end(reads)]
         except OSError as error:
             self._go_without(error)
             return [False] * len(places)
-        return filled
 
     def write(self, file: OpenFile, offset_bytes: int, data: Bytes) -> None:
         start, end = _straight(offset_bytes, data)

@@ -12,38 +12,35 @@ import ctypes
 import errno
 import os
 import platform
+import struct
 import sys
 import weakref
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2), "riscv64": (0, 1, 4, 2)}
 """By machine: the numbers of io_setup, io_destroy, io_getevents and io_submit."""
 _PREAD = 0  # IOCB_CMD_PREAD
-_IOCB = np.dtype(
-    [
-        ("data", "<u8"), ("key", "<u4"), ("rw_flags", "<i4"), ("opcode", "<u2"), ("priority", "<i2"), ("fd", "<u4"),
-        ("buffer", "<u8"), ("num_bytes", "<u8"), ("offset", "<i8"), ("reserved", "<u8"), ("flags", "<u4"),
-        ("eventfd", "<u4"),
-    ]
-)  # fmt: skip
-_EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
+_IOCB = struct.Struct("=QIiHhIQQqQII")
+"""data, key, rw_flags, opcode, priority, fd, buffer, bytes, offset, reserved, flags, eventfd: the same layout wherever
+`_NUMBERS` knows the machine, all of which are little-endian."""
+_EVENT = struct.Struct("=QQqq")
+"""data, iocb, result, result2."""
 
 
 class AioReads:
-    """Reads that were begun together.
+    """Reads that were begun together, of rows of equal length behind one another.
 
     Attributes:
         results: of each how many bytes were read, as `pread` says it, or minus the errno; -ECANCELED until it has
             ended, and of one whose result is lost.
     """
 
-    def __init__(self, fds: Sequence[int], offsets: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        self.fds, self.offsets = fds, offsets
-        self.out = out  # it stays as long as the kernel may write into it
-        self.results = np.full(len(fds), -errno.ECANCELED, np.int64)
+    __slots__ = ("address", "fds", "memory", "num_begun", "num_ended", "offsets", "results", "row_bytes")
+
+    def __init__(self, fds: Sequence[int], offsets: Sequence[int], memory: object, address: int, row_bytes: int):
+        self.fds, self.offsets, self.address, self.row_bytes = fds, offsets, address, row_bytes
+        self.memory = memory  # it stays as long as the kernel may write into it
+        self.results = [-errno.ECANCELED] * len(fds)
         self.num_begun = self.num_ended = 0
 
 
@@ -59,11 +56,13 @@ class KernelAio:
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._syscall.restype = ctypes.c_long
         self.depth = depth
-        self._iocbs, self._events = np.zeros(depth, _IOCB), np.zeros(depth, _EVENT)
-        self._iocbs["opcode"], self._iocbs["data"] = _PREAD, np.arange(depth)
-        self._addresses = self._iocbs.ctypes.data + _IOCB.itemsize * np.arange(depth, dtype=np.uint64)
-        self._pointers = np.zeros(depth, np.uint64)
-        self._first_pointer, self._first_event = self._pointers.ctypes.data, self._events.ctypes.data
+        # Plain memory and `struct`: arrays of numpy take ten times as long for a handful of entries.
+        self._iocbs = ctypes.create_string_buffer(depth * _IOCB.size)
+        self._events = ctypes.create_string_buffer(depth * _EVENT.size)
+        self._pointers = (ctypes.c_uint64 * depth)()
+        self._first_iocb, self._first_event, self._first_pointer = (
+            ctypes.addressof(memory) for memory in (self._iocbs, self._events, self._pointers)
+        )
         self._free = list(range(depth))
         """Iocbs that are not in flight."""
         self._read_of: dict[int, tuple[AioReads, int]] = {}
@@ -90,17 +89,22 @@ class KernelAio:
         self._destroy()
         self._read_of.clear()
 
-    def begin(self, fds: Sequence[int], offsets: Sequence[int], out: npt.NDArray[np.uint8]) -> AioReads:
-        """Ask for the rows of `out` (`[n, row_bytes]`, contiguous), each from its descriptor and offset.
+    def begin(
+        self, fds: Sequence[int], offsets: Sequence[int], memory: object, address: int, row_bytes: int
+    ) -> AioReads:
+        """Ask for rows of `row_bytes`, each from its descriptor and offset, to lie from `address` on.
 
-        As many as have room in flight are under way when this returns. The kernel writes into `out` from now on until
-        `end` has returned: it must be called.
+        As many as have room in flight are under way when this returns. The kernel writes there from now on until `end`
+        has returned: it must be called.
+
+        Args:
+            memory: whatever owns the bytes at `address`; it is kept meanwhile.
 
         Raises:
-            OSError, and whatever a signal's handler raises. It is closed then: nothing writes into `out`, nor into that
-                of reads that were begun before.
+            OSError, and whatever a signal's handler raises. It is closed then: nothing writes there, nor where reads
+                that were begun before do.
         """
-        reads = AioReads(fds, offsets, out)
+        reads = AioReads(fds, offsets, memory, address, row_bytes)
         try:
             self._begin_more(reads)
         except BaseException:
@@ -108,12 +112,12 @@ class KernelAio:
             raise
         return reads
 
-    def end(self, reads: AioReads) -> npt.NDArray[np.int64]:
-        """Wait for reads that this object began; their `results`. Nothing writes into their `out` any more.
+    def end(self, reads: AioReads) -> list[int]:
+        """Wait for reads that this object began; their `results`. Nothing writes into their memory any more.
 
         Raises:
             OSError: results cannot be had; and whatever a signal's handler raises. It is closed then: nothing writes
-                into any `out`, and no later read can take these results for its own.
+                anywhere, and no later read can take these results for its own.
         """
         try:
             while reads.num_ended < len(reads.results) and not self.is_closed:
@@ -128,13 +132,14 @@ class KernelAio:
     def _begin_more(self, reads: AioReads) -> None:
         """Submit what has room in flight, until the kernel takes no more for now."""
         while num := min(len(self._free), len(reads.results) - reads.num_begun):
-            start, end = reads.num_begun, reads.num_begun + num
-            chosen = self._free[-num:]
-            iocbs, row_bytes = self._iocbs, reads.out.shape[1]
-            iocbs["fd"][chosen], iocbs["offset"][chosen] = reads.fds[start:end], reads.offsets[start:end]
-            iocbs["buffer"][chosen] = reads.out.ctypes.data + row_bytes * np.arange(start, end)
-            iocbs["num_bytes"][chosen] = row_bytes
-            self._pointers[:num] = self._addresses[chosen]
+            start, chosen = reads.num_begun, self._free[-num:]
+            for at, iocb in enumerate(chosen):
+                row = start + at
+                _IOCB.pack_into(
+                    self._iocbs, iocb * _IOCB.size, iocb, 0, 0, _PREAD, 0, reads.fds[row],
+                    reads.address + row * reads.row_bytes, reads.row_bytes, reads.offsets[row], 0, 0, 0,
+                )  # fmt: skip
+                self._pointers[at] = self._first_iocb + iocb * _IOCB.size
             try:
                 taken = self._call(
                     self._submit, self._context, ctypes.c_long(num), ctypes.c_void_p(self._first_pointer)
@@ -160,8 +165,8 @@ class KernelAio:
             )  # fmt: skip
         except InterruptedError:
             return
-        events = self._events[:got]
-        for iocb, result in zip(events["data"].tolist(), events["result"].tolist(), strict=True):
+        for at in range(got):
+            iocb, _, result, _ = _EVENT.unpack_from(self._events, at * _EVENT.size)
             reads, row = self._read_of.pop(iocb)
             reads.results[row] = result
             reads.num_ended += 1
