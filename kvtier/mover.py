@@ -19,8 +19,8 @@ from kvtier.tier_use import TierUse
 from kvtier.types import (
     COPY_TAIL,
     DEMOTE,
-    DONE,
     GPU,
+    MOVE_DONE,
     NVME,
     BlockId,
     Engine,
@@ -212,7 +212,7 @@ class Mover(TierUse):
             raise IntegrityError(f"a result arrived for move {move.move_id}, which is not in flight")
         if move.dest is NVME:
             self.writes.end()
-        if result.status is DONE:
+        if result.status is MOVE_DONE:
             self.metrics.bytes_moved[(move.source, move.dest)] += self.block_bytes
         elif move.source < move.dest:
             self._note_failure(result)
@@ -226,7 +226,7 @@ class Mover(TierUse):
         self.breakers[NVME].ended(move.move_id)
 
     def _commit(self, result: MoveResult) -> None:
-        move_id, is_done = result.move.move_id, result.status is DONE
+        move_id, is_done = result.move.move_id, result.status is MOVE_DONE
         move = self.moves.pop(move_id, None)
         if move is None:
             self._end_hung(result)
@@ -304,12 +304,12 @@ class Mover(TierUse):
         except BaseException:  # a Ctrl-C too: the slot must have an owner
             if purpose is COPY_TAIL and move.move_id in self.moves:
                 self._abandoned.add(move.move_id)
-            elif purpose is COPY_TAIL and self._outcomes[move.move_id] is DONE:
+            elif purpose is COPY_TAIL and self._outcomes[move.move_id] is MOVE_DONE:
                 self.pools[GPU].give_back(dest_slot)  # interrupted just behind the commit: nobody will own it
             raise
         finally:
             outcome = self._outcomes.pop(move.move_id)
-        if outcome is not DONE:
+        if outcome is not MOVE_DONE:
             raise BlockLostError(f"block {block} cannot be read from {source.label}: {self._last_error}", (block,))
 
     def check_integrity(self) -> None:

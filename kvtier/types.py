@@ -210,7 +210,7 @@ class MoveStatus(enum.Enum):
     """It never began: it was taken back."""
 
 
-DONE: Final = MoveStatus.DONE
+MOVE_DONE: Final = MoveStatus.DONE
 """By a plain name, as the tiers."""
 
 
