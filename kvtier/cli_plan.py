@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from kvtier.config_files import preset_names
+from kvtier.errors import ConfigError
 from kvtier.terminal import page_console
 
 
@@ -17,7 +19,7 @@ def plan(
         str, typer.Option(metavar="PATH|NAME", help="A folder with a config.json, or a preset such as Llama-3.1-8B.")
     ],
     context: Annotated[str, typer.Option(metavar="TOKENS", help="Of each user: 8192, or 32k (of 1,024).")],
-    config: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")],
+    config: Annotated[str, typer.Option(help="A preset's name, or the path of a YAML file.")] = "",
     users: Annotated[int, typer.Option(help="Conversations that are kept at once.")] = 1,
     rates: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A saved `kvtier doctor --json`: predict tokens/s by it.")
@@ -37,6 +39,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Say what lies on which tier, how many users fit with and without kvtier, and what breaks first."""
+    if not config:
+        raise ConfigError(
+            f"--config: none was given, and a plan is one of budgets. Mend: a preset ({', '.join(preset_names())}), or "
+            "the path of a YAML file, such as `kvtier doctor` proposes"
+        )
     from kvtier.planner.report import Wishes, make_plan  # numpy: not for the other commands to wait for
     from kvtier.planner.show import print_plan
 

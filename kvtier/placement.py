@@ -252,9 +252,10 @@ class Placement(Victims):
             )
         if not cause and self._last_error:
             cause = f"; last error: {self._last_error}"
+        wanted = f"{num_slots} slot{'s' * (num_slots != 1)}"
         return (
-            f"no tier takes another block: {num_slots} slots of {size_and_bytes(self.block_bytes)} are needed on "
-            f"{tier.label}; {state}{cause}. Raise a tier's budget, {'unpin() sessions, ' * bool(self.pinned)}drop or "
+            f"no tier takes another block: {wanted} of {size_and_bytes(self.block_bytes)} needed on {tier.label}; "
+            f"{state}{cause}. Raise a tier's budget, {'unpin() sessions, ' * bool(self.pinned)}drop or "
             "reset() caches that are done with, or shorten the prompt"
         )
 

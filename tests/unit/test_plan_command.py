@@ -18,6 +18,7 @@ from kvtier.doctor.compute import DTYPES, measure_compute
 from kvtier.doctor.decoding import HEADS, AttentionRate, DecodeSpeed, StepCost
 from kvtier.doctor.report import Report
 from kvtier.doctor.show import print_report
+from kvtier.errors import ConfigError
 from kvtier.planner.models import presets
 from kvtier.planner.rates import read_rates
 from kvtier.types import IoMode
@@ -70,6 +71,13 @@ def test_the_page_has_the_formula_the_tiers_the_users_and_how_to_get_rates() -> 
     assert "kvtier doctor --json > rates.json" in done.stdout
     assert "Predicted" not in done.stdout
     assert "…" not in done.stdout  # no cell is cut at 80 columns
+
+
+def test_without_a_config_the_presets_are_named() -> None:
+    """Found by a new user: "Missing option '--config'", where every other refusal says what to do."""
+    done = runner.invoke(cli.app, ["plan", "--model", "SmolLM2-135M", "--context", "4k"])
+    assert isinstance(done.exception, ConfigError)
+    assert "--config: none was given" in str(done.exception) and "laptop" in str(done.exception)
 
 
 def test_the_document_is_all_that_is_printed_and_the_page_says_the_fields() -> None:
