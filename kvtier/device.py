@@ -116,7 +116,7 @@ class StagingPool:
             self._num_bytes += taken_bytes
         try:
             memory = self._allocate(taken_bytes)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: what was not taken is not counted
             with self._making:
                 self._num_bytes -= taken_bytes
             raise

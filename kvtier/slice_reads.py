@@ -207,7 +207,7 @@ class SliceReads:
         try:
             out = self._rows(first, len(piece.sources))
             end = self._begin_slices(piece.tier, piece.slots, read.layer, out, read.used)
-        except BaseException:
+        except BaseException:  # whatever it is: a read that counts as running would be waited for
             self._has_ended(read)
             raise
         return functools.partial(self._end, read, end)

@@ -233,7 +233,7 @@ class TransferEngine:
                 end = functools.partial(self._stream_by_device, store, slots, layer, out, after)
             else:
                 end = self._begin_on_host(tier, slots, layer, out)
-        except BaseException:
+        except BaseException:  # whatever it is: the meter would run on for ever
             meter.end(began, 0)
             raise
         return functools.partial(self._end_slices, meter, began, store.shape.slice_bytes, end)
@@ -265,7 +265,7 @@ class TransferEngine:
         self.nvme_reads.begin()
         try:
             end = store.begin_slices(slots, layer, out)
-        except BaseException:
+        except BaseException:  # whatever it is: the meter would run on for ever
             self.nvme_reads.end(0)
             raise
         return functools.partial(self._end_from_files, end, store.shape.slice_bytes)

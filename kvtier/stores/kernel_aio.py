@@ -75,7 +75,7 @@ class KernelAio:
         self._destroy.atexit = False
         try:  # a sandbox may allow some of the calls
             self._call(self._getevents, self._context, *map(ctypes.c_long, (0, 1)), *map(ctypes.c_void_p, (0, 0)))
-        except BaseException:
+        except BaseException:  # a signal's handler too: nothing may write into memory that nobody holds
             self.close()
             raise
 
@@ -107,7 +107,7 @@ class KernelAio:
         reads = AioReads(fds, offsets, memory, address, row_bytes)
         try:
             self._begin_more(reads)
-        except BaseException:
+        except BaseException:  # a signal's handler too: nothing may write into memory that nobody holds
             self.close()
             raise
         return reads
@@ -124,7 +124,7 @@ class KernelAio:
                 self._begin_more(reads)
                 if self._read_of:  # perhaps only others', which have all the room
                     self._take(max(1, reads.num_begun - reads.num_ended))
-        except BaseException:
+        except BaseException:  # a signal's handler too: nothing may write into memory that nobody holds
             self.close()
             raise
         return reads.results
