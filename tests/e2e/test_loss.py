@@ -12,7 +12,7 @@ import torch
 from kvtier import TieredKV
 from kvtier.errors import BlockLostError, CapacityError
 from kvtier.hf import TieredCache
-from tests.e2e.families import BLOCK, GREEDY, MODES, assert_same, plain_turns, small_config, tiny, tokens
+from tests.e2e.families import BLOCK, GREEDY, MODES, assert_same, occupied, plain_turns, small_config, tiny, tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -23,12 +23,12 @@ def test_no_room_on_any_tier(mode: str, tmp_path: Path) -> None:
         cache, other = tiered.new_cache(), tiered.new_cache()
         assert_same(tiered.generate(turns[0][0], cache=cache, **brief), turns[0][1], mode)
         tiered.generate(tokens(60, 5), cache=other, max_new_tokens=2)
-        before = (cache.get_seq_length(), cache.token_ids, other.get_seq_length(), tiered.stats()["blocks"])
+        before = (cache.get_seq_length(), cache.token_ids, other.get_seq_length(), occupied(tiered))
         for ids in (torch.cat([turns[1][0], tokens(100)], dim=1), torch.cat([turns[1][0], tokens(2000)], dim=1)):
             with pytest.raises(CapacityError, match=r"no tier takes another block.*gpu .*cpu .*Raise"):
                 tiered.generate(ids, cache=cache, **brief)
             tiered.check_integrity()
-            assert before == (cache.get_seq_length(), cache.token_ids, other.get_seq_length(), tiered.stats()["blocks"])
+            assert before == (cache.get_seq_length(), cache.token_ids, other.get_seq_length(), occupied(tiered))
         del other
         assert_same(tiered.generate(turns[1][0], cache=cache, **brief), turns[1][1], mode)
         tiered.check_integrity()
@@ -65,10 +65,11 @@ def test_damaged_files_raise_if_the_config_says_so(damage: Callable[[Path], None
         cache: TieredCache = tiered.new_cache()
         assert_same(tiered.generate(turns[0][0], cache=cache, **GREEDY), turns[0][1], mode)
         assert tiered.stats()["tiers"]["nvme"]["only_copy_bytes"] > 0
+        # With no move under way: none is to write between the reading of the files and their damage.
+        before = (cache.get_seq_length(), cache.token_ids, occupied(tiered))
         folder = Path(tiered.stats()["tiers"]["nvme"]["folder"])
         files = {path: path.read_bytes() for path in folder.glob("segment-*")}
         assert files
-        before = (cache.get_seq_length(), cache.token_ids, tiered.stats()["blocks"])
         for path in files:
             damage(path)
         damaged = {path: path.read_bytes() for path in files}
@@ -76,7 +77,7 @@ def test_damaged_files_raise_if_the_config_says_so(damage: Callable[[Path], None
             with pytest.raises(BlockLostError, match="cannot be read from nvme"):
                 tiered.generate(turns[1][0], cache=cache, **GREEDY)
             tiered.check_integrity()
-            assert before == (cache.get_seq_length(), cache.token_ids, tiered.stats()["blocks"])
+            assert before == (cache.get_seq_length(), cache.token_ids, occupied(tiered))
         # Another conversation does not mind, wherever its blocks go.
         short = tokens(2 * BLOCK, 5)
         assert torch.equal(tiered.generate(short, max_new_tokens=3), model.generate(short, max_new_tokens=3))

@@ -307,7 +307,7 @@ def test_what_is_deleted_is_in_no_slot_and_no_file_any_more(model: Any, tmp_path
             assert where == "not used" or chat.token_ids
             chat.delete()
             assert store_of(tiered).copies(labels) == [] and num_in_files(tmp_path, pieces) == 0
-            assert tiered.stats()["blocks"] == 0
+            assert occupied(tiered) == 0
         assert [info.name for info in tiered.sessions()] == ["bob"]
         assert num_in_files(tmp_path, theirs) == len(theirs)
         assert ask(tiered, tiered.session("alice"), ids)[1] - NEW == ids.shape[1]
@@ -330,7 +330,7 @@ def test_what_is_deleted_is_gone_with_its_earlier_wordings(model: Any, tmp_path:
             ask(tiered, chat, ids)
         chat.delete()
         assert num_in_files(tmp_path, pieces) == 0 and store_of(tiered).copies(labels) == []
-        assert tiered.stats()["blocks"] == 0
+        assert occupied(tiered) == 0
     with TieredKV(model, config) as tiered:
         assert store_of(tiered).copies(labels) == [] and tiered.stats()["tiers"]["nvme"]["found"] == 0
     assert num_in_files(tmp_path, pieces) == 0
