@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def test_soak_passes_and_lives_on_nvme(loaded: LoadedModel) -> None:
     assert bound["edges"]["nvme_to_gpu"]["bytes"] > 0 and bound["binding"] in ("compute", *bound["edges"])
     assert sum(bound["stalls"].values()) == pytest.approx(document["stall_s"])
     assert f"{bound['bound_frac']:.0%} of the bound" in summary and "waited for: " in summary
-    assert all(edge.replace("_to_", " → ") in summary for edge in bound["edges"]) and "GB/s" in summary
+    assert all(edge.replace("_to_", " → ") in summary for edge in bound["edges"])
+    assert re.search(r"\d [MG]B/s", summary), "however fast the machine is"
     assert document["errors"] == document["budget_violations"] == document["leaks"] == []
     assert document["verdict"] == "pass" and report.exit_status == 0
     assert document["turns"] == 9 and document["tokens"] == document["verified_tokens"] == 54
